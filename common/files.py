@@ -36,9 +36,9 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would shut out other users of a shared run directory
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would shut out other users of a shared run directory
         fsync_path(temporary)
-        os.replace(temporary, path)
+        temporary.replace(path)
         fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
