@@ -97,6 +97,9 @@ class ExtractSection(Section):
 class VocabSection(Section):
     size: int = Field(32000, ge=1, description="draft vocabulary K")
     forced_tokens: list[str | int] = Field([], description="tokens, or ids, that are always in the draft vocabulary")
+    import_dir: Path | None = Field(
+        None, description="take t2d, d2t and token_freq from this directory instead of counting (--import)"
+    )
 
 
 class DraftSection(Section):
@@ -107,16 +110,72 @@ class DraftSection(Section):
     num_key_value_heads: int = Field(64, ge=1, description="key and value heads")
     head_dim: int = Field(128, ge=2, description="written out, since a value derived from the verifier can be wrong")
     rope_theta: float = Field(50000.0, gt=0, description="base of the rotary embedding")
+    rope_scaling: dict[str, Any] | None = Field(
+        None, description="as in Llama's configuration, e.g. {rope_type: yarn, factor: 64.0, ...}; unset: plain rotary"
+    )
+    max_position_embeddings: int = Field(131072, ge=2, description="positions the draft serves, in tokens")
+    rms_norm_eps: float = Field(1.0e-5, gt=0, description="epsilon of the draft's own norms")
+    hidden_act: str = Field("silu", description="FFN activation")
+    norm_before_residual: bool = Field(
+        False, description="the residual takes the normed state; always written, as servers differ on the default"
+    )
+    norm_before_fc: bool = Field(False, description="EAGLE-3.1: one norm over all aux states before fc")
+    fc_norm: bool = Field(False, description="EAGLE-3.1: a norm for each aux state before fc; excludes norm_before_fc")
+    norm_output: bool = Field(False, description="EAGLE-3.1: the next draft step gets the normed output")
 
 
 class TrainSection(Section):
     lr: float = Field(5.0e-5, gt=0, description="peak learning rate of AdamW")
     num_epochs: int = Field(2, ge=1, description="passes over the training split")
+    max_steps: int | None = Field(None, ge=1, description="stop after this many optimiser steps, before num_epochs")
+    total_steps: int | None = Field(
+        None, ge=1, description="optimiser steps that the schedule spans, over all rounds; unset: those of this run"
+    )
     max_tokens_per_batch: int = Field(8192, ge=2, description="tokens in one pack; longer samples are cut to it")
+    accumulation: int = Field(1, ge=1, description="packs a process adds up for one optimiser step")
     ttt_steps: int = Field(3, ge=1, description="draft steps unrolled in training")
     ttt_step_loss_decay: float = Field(0.8, gt=0, le=1, description="weight of TTT step i is this to the power i")
+    loss: str | dict[str, float] = Field(
+        "kl_div", description="a loss of speculators (kl_div, rkl, jsd, ce, tv, nla, lk_hybrid), or {name: weight}"
+    )
+    train_head: bool = Field(False, description="train the draft's lm_head too; it starts from the verifier's rows")
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon for matrices, AdamW for the rest")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="of Muon")
+    muon_weight_decay: float = Field(0.0, ge=0, description="of Muon")
+    scheduler: Literal["linear", "cosine", "none"] = Field("linear", description="decay after the warm-up, to zero")
+    warmup_ratio: float = Field(0.015, ge=0, le=1, description="share of the schedule's steps in which the rate rises")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="arithmetic (autocast); trainable weights and the optimiser stay float32"
+    )
     init_from: Path | None = Field(None, description="earlier draft to start from; its vocabulary map then wins")
+    continue_from: Path | None = Field(
+        None, description="run directory of the round before: weights, optimiser, schedule and step count go on"
+    )
+    checkpoint_steps: int | None = Field(
+        None,
+        ge=1,
+        description="also save every so many optimiser steps; unset: after each epoch",
+        json_schema_extra=NO_EFFECT,
+    )
+    early_stop: int | None = Field(
+        None, ge=1, description="stop after so many validations without a longer simulated acceptance; unset: never"
+    )
+    max_unreadable_samples: int = Field(
+        0, ge=0, description="samples that a process may fail to read and leave out before it stops"
+    )
+    min_target_agreement: float = Field(
+        0.9, ge=0, le=1, description="target check: share of greedy text that the verifier's head must predict"
+    )
+    num_workers: int = Field(
+        0, ge=0, description="processes that read samples ahead; 0 reads in the training process", json_schema_extra=NO_EFFECT
+    )
+    loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
+        ["tensorboard"], description="speculators' metric loggers", json_schema_extra=NO_EFFECT
+    )
+    fsdp: bool = Field(False, description="shard the draft over the ranks; unset: every rank holds all of it")
 
 
 class ExportSection(Section):
