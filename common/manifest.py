@@ -166,10 +166,11 @@ class RunState:
     host: str
     pid: int
     started: str
+    command: str = ""
 
 
-def write_run_state(out_dir: Path, stage: str, identity: Identity) -> None:
-    state = RunState(stage, identity, socket.gethostname(), os.getpid(), now())
+def write_run_state(out_dir: Path, stage: str, identity: Identity, command: str) -> None:
+    state = RunState(stage, identity, socket.gethostname(), os.getpid(), now(), command)
     write_json(out_dir / RUN_STATE_NAME, dataclasses.asdict(state))
 
 

@@ -136,11 +136,12 @@ def _run_locked(
         logger.info("%s: reads %s (%s)", stage.script, config.run.dir / name, _line(parent.counts))
     logger.info("%s: %s %s", stage.script, "resumes" if plan == "resume" else "writes", out_dir)
     began = time.monotonic()
-    records.write_run_state(out_dir, stage.script, identity)
+    command = shlex.join(["python", f"{stage.script}.py", *argv])
+    records.write_run_state(out_dir, stage.script, identity, command)
     outcome = stage.run(config, inputs, out_dir)
     seconds = time.monotonic() - began
     if outcome.complete:
-        _write_manifest(stage, config, identity, outcome, out_dir, seconds, argv)
+        _write_manifest(stage, config, identity, outcome, out_dir, seconds, command)
     logger.info("%s: %s in %s: %s", stage.script, out_dir, format_duration(seconds), _line(outcome.counts))
     if outcome.next_command:
         logger.info("next: %s", outcome.next_command)
@@ -160,7 +161,7 @@ def _write_manifest(
     outcome: Outcome,
     out_dir: Path,
     seconds: float,
-    argv: Sequence[str],
+    command: str,
 ) -> None:
     manifest = Manifest(
         stage=stage.script,
@@ -171,7 +172,7 @@ def _write_manifest(
         outputs=records.describe_outputs(out_dir, outcome.outputs),
         counts=outcome.counts,
         config=config.model_dump(mode="json"),
-        command=shlex.join(["python", f"{stage.script}.py", *argv]),
+        command=command,
         commit=records.project_commit(),
         packages=records.package_versions(),
         seconds=round(seconds, 3),
