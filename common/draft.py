@@ -523,7 +523,7 @@ class SupervisedRowsEagle3(Eagle3DraftModel):
         job = self._head_loss(plan, verifier_last_hidden_states[0, :kept], ttt_step_loss_decay, loss_config)
         with torch.autocast(hidden_states.device.type, enabled=False):
             loss = _HeadLoss.apply(job, self.lm_head.weight, *hidden)
-        metrics = self._metrics(plan, job, mask)
+        metrics = self._metrics(plan, job, mask) | {"tokens": (documents != -1).sum().float()}
         if not self.training:
             metrics |= self._acceptance_metrics(plan, job, input_ids[0, :kept], mask, documents)
         return [], loss, metrics
