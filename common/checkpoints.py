@@ -17,7 +17,6 @@ A directory that is being written is `.N.saving`; the one that it replaces is `.
 right what a kill in between has left. Knows nothing of how training works.
 """
 
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,9 +98,13 @@ def write_position(checkpoint: Path, position: Position) -> None:
     write_json(checkpoint / STATE_DIR / POSITION_FILE, asdict(position))
 
 
+def saving_path(checkpoints_dir: Path, number: int) -> Path:
+    return checkpoints_dir / SAVING.format(number)
+
+
 def begin_saving(checkpoints_dir: Path, number: int) -> Path:
     """An empty directory to write checkpoint `number` into, until `finish_saving` gives it its name."""
-    saving = checkpoints_dir / SAVING.format(number)
+    saving = saving_path(checkpoints_dir, number)
     shutil.rmtree(saving, ignore_errors=True)
     (saving / STATE_DIR).mkdir(parents=True)
     return saving
@@ -112,9 +115,12 @@ def finish_saving(checkpoints_dir: Path, number: int) -> Path:
 
     Only the newest can be continued from; the state is several times the size of the weights.
     """
-    saving, final = checkpoints_dir / SAVING.format(number), checkpoints_dir / str(number)
+    saving, final = saving_path(checkpoints_dir, number), checkpoints_dir / str(number)
     old = checkpoints_dir / OLD.format(number)
+    readable = (saving / CONFIG_FILE).stat().st_mode
     for path in [*saving.rglob("*"), saving]:
+        if path.is_file():
+            path.chmod(readable)  # safetensors makes its files 0600, which would shut a server's user out
         fsync_path(path)
     if final.exists():
         final.rename(old)
@@ -144,13 +150,13 @@ def link_best(checkpoints_dir: Path, number: int) -> None:
     temporary = checkpoints_dir / f".{BEST_LINK}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(str(number), target_is_directory=True)
-    os.replace(temporary, checkpoints_dir / BEST_LINK)
+    temporary.replace(checkpoints_dir / BEST_LINK)
 
 
 def best_number(checkpoints_dir: Path) -> int | None:
     """The epoch that `checkpoint_best` points to."""
     link = checkpoints_dir / BEST_LINK
-    return int(os.readlink(link)) if link.is_symlink() else None
+    return int(link.readlink().name) if link.is_symlink() else None
 
 
 def read_val_metrics(checkpoints_dir: Path, number: int) -> dict[str, float] | None:

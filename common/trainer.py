@@ -36,39 +36,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from speculators.losses import resolve_loss_config
-from speculators.models.eagle3 import shift_batch
-from speculators.train import logger as library_loggers
 from speculators.train.checkpointer import BaseCheckpointer, convert_float_dtype, patch_config_dtype
-from speculators.train.data import BaseDataset, BatchType, CollateFn
-from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from speculators.train.graceful_shutdown import TrainingInterruptedError, with_graceful_shutdown
-from speculators.train.recovery import SampleUnavailable
 from speculators.train.trainer import Trainer, TrainerConfig
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig
+from transformers.utils import logging as transformers_logging
 
 from common import checkpoints
 from common.checkpoints import Position
-from common.config import DraftSection, TrainSection
-from common.draft import (
-    ARCHITECTURE,
-    DOCUMENT_ATTENTION,
-    FLEX_ATTENTION,
-    FrozenWeights,
-    SupervisedRowsEagle3,
-    draft_config,
-    load_verifier_weights,
-)
-from common.errors import PipelineError, Problem, some
+from common.config import TrainSection
+from common.draft import ARCHITECTURE, DTYPES, SupervisedRowsEagle3
+from common.errors import PipelineError, Problem
 from common.files import read_json, write_text
-from common.hidden_states import HiddenStates
+from common.packing import PackLoader, SplitRows, make_loader
 from common.progress import Progress
-from common.vocab_mapping import VocabMapping
+from common.training_log import Reporter, TrainingLog, metric_handlers
 
 logger = logging.getLogger("pipeline")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-UNREADABLE = "unreadable_samples"
 
 
 # ---- where it runs -------------------------------------------------------------------------------------------------
@@ -99,222 +83,6 @@ def training_device() -> torch.device:
     return torch.device(accelerator.type, topology.get_local_rank())
 
 
-# ---- the data ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SplitRows:
-    """The samples of one split that have hidden states: `load(index)` reads one, `lengths` are their tokens."""
-
-    load: Callable[[int], HiddenStates]
-    indices: Sequence[int]
-    lengths: Sequence[int]
-
-
-class PackedStates(BaseDataset):
-    """speculators' dataset over `data_N.pt`; its own reads Arrow and safetensors (0.9.0)."""
-
-    def __init__(self, rows: SplitRows, *, max_tokens: int, dtype: torch.dtype) -> None:
-        self._rows = rows
-        super().__init__(max_tokens, dtype)
-
-    def _compute_approx_lengths(self) -> list[int]:
-        return list(self._rows.lengths)
-
-    def __len__(self) -> int:
-        return len(self._rows.indices)
-
-    def _get_raw_data(self, index: int) -> BatchType | SampleUnavailable:
-        number = self._rows.indices[index]
-        try:
-            states = self._rows.load(number)
-        except (PipelineError, OSError, RuntimeError, ValueError) as error:
-            return SampleUnavailable(reason=f"sample {number}: {error}")
-        return {
-            "hidden_states": torch.cat(states.aux, dim=-1),
-            "input_ids": states.input_ids,
-            "verifier_last_hidden_states": states.last,
-            "loss_mask": states.loss_mask,
-        }
-
-
-class _Collate(CollateFn):
-    """speculators' collate function, which drops samples that can't be read; this one keeps their names."""
-
-    def __call__(self, batch: Sequence[BatchType | SampleUnavailable | None]) -> BatchType:
-        reasons = [sample.reason for sample in batch if isinstance(sample, SampleUnavailable)]
-        return super().__call__(batch) | {UNREADABLE: reasons}
-
-
-class _Loader(DataLoader):
-    """A loader that stops at the first unreadable sample beyond the tolerance, naming it, instead of skipping it."""
-
-    def __init__(self, dataset: PackedStates, *, tolerance: int, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self.unreadable: list[str] = []
-        self._tolerance = tolerance
-
-    def __iter__(self) -> Iterator[BatchType]:  # type: ignore[override]
-        for batch in super().__iter__():
-            self.unreadable += batch.pop(UNREADABLE)
-            if len(self.unreadable) > self._tolerance:
-                what = f"can't be read: {some(self.unreadable)}"
-                fix = "run 02_extract_hidden_states.py --verify, or set train.max_unreadable_samples"
-                raise PipelineError(Problem("hidden states", what, fix))
-            yield batch
-
-
-class PackSampler(MultipackDistributedBatchSamplerV2):
-    """speculators' packing, dealt out so that accumulation and ranks are interchangeable.
-
-    The packs of an epoch are made for `world_size * accumulation` virtual ranks. A process takes those of its
-    `accumulation` virtual ranks in turn, so every optimiser step sees the same packs whether two ranks hold one
-    each or one process adds up two, and no step is left half full at the end of an epoch.
-    """
-
-    def __init__(self, lengths: Sequence[int], *, max_tokens: int, accumulation: int, seed: int) -> None:
-        world_size, rank = topology.get_dp_size(), topology.get_dp_rank()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the stage says how many samples are cut, before anything starts
-            super().__init__(max_tokens, lengths, world_size * accumulation, rank * accumulation, seed=seed)
-        self._virtual_ranks = range(rank * accumulation, (rank + 1) * accumulation)
-
-    def _generate_batches(self, epoch: int) -> list[np.ndarray]:
-        if self._cached_generated_batches[0] == epoch:
-            return self._cached_generated_batches[1]
-        dealt = []
-        for self.rank in self._virtual_ranks:
-            self._cached_generated_batches = (-1, [])
-            dealt.append(super()._generate_batches(epoch))
-        packs = [pack for step in zip(*dealt, strict=True) for pack in step]
-        self._cached_generated_batches = (epoch, packs)
-        return packs
-
-
-def make_loader(
-    rows: SplitRows,
-    settings: TrainSection,
-    *,
-    accumulation: int,
-    seed: int,
-    hidden_size: int,
-    num_aux: int,
-    tolerance: int,
-) -> DataLoader:
-    """Packs of up to `max_tokens_per_batch` tokens, shuffled by epoch, the same for every run with this seed."""
-    dtype, max_tokens = DTYPES[settings.dtype], settings.max_tokens_per_batch
-    collate = _Collate(max_tokens, hidden_size, num_aux, dtype, shift_batch)
-    workers = settings.num_workers
-    return _Loader(
-        PackedStates(rows, max_tokens=max_tokens, dtype=dtype),
-        tolerance=tolerance,
-        batch_sampler=PackSampler(rows.lengths, max_tokens=max_tokens, accumulation=accumulation, seed=seed),
-        collate_fn=collate,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        multiprocessing_context="spawn" if workers else None,
-        pin_memory=torch.accelerator.is_available(),
-        # A generator of its own: starting an iterator must not move the global random state, or a run that is
-        # continued in the middle of an epoch has drawn once more than one that was not.
-        generator=torch.Generator().manual_seed(seed),
-    )
-
-
-# ---- the model -----------------------------------------------------------------------------------------------------
-
-
-def draft_shape(draft: DraftSection, vocab_size: int) -> LlamaConfig:
-    """The draft's decoder as the YAML writes it out; the only foreign number is V."""
-    rope: dict[str, Any] = {"rope_type": "default", **(draft.rope_scaling or {}), "rope_theta": draft.rope_theta}
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=draft.hidden_size,
-        intermediate_size=draft.intermediate_size,
-        num_hidden_layers=draft.num_hidden_layers,
-        num_attention_heads=draft.num_attention_heads,
-        num_key_value_heads=draft.num_key_value_heads,
-        head_dim=draft.head_dim,
-        hidden_act=draft.hidden_act,
-        max_position_embeddings=draft.max_position_embeddings,
-        rms_norm_eps=draft.rms_norm_eps,
-        rope_parameters=rope,
-        tie_word_embeddings=False,
-    )
-
-
-def build_draft(
-    draft: DraftSection,
-    train: TrainSection,
-    *,
-    mapping: VocabMapping,
-    weights: FrozenWeights,
-    verifier_path: str,
-    aux_layer_ids: Sequence[int],
-    seed: int,
-) -> SupervisedRowsEagle3:
-    """A fresh draft (or that of `train.init_from`) with the verifier's weights in it.
-
-    Raises:
-        PipelineError: a weight isn't a number after loading, or the earlier draft has another shape.
-    """
-    shape = draft_shape(draft, weights.embed.shape[0])
-    shape._attn_implementation = FLEX_ATTENTION if torch.accelerator.is_available() else DOCUMENT_ATTENTION
-    config = draft_config(
-        shape,
-        draft_vocab_size=mapping.size,
-        aux_layer_ids=aux_layer_ids,
-        verifier_path=verifier_path,
-        num_draft_tokens=train.ttt_steps,
-        norm_before_residual=draft.norm_before_residual,
-        norm_before_fc=draft.norm_before_fc,
-        fc_norm=draft.fc_norm,
-        norm_output=draft.norm_output,
-    )
-    torch.manual_seed(seed)
-    model = SupervisedRowsEagle3(config=config)
-    model.load_vocab_mappings(mapping.t2d, mapping.d2t)
-    dtype = torch.float32 if train.fsdp else DTYPES[train.dtype]  # FSDP shards parameters of one dtype only
-    load_verifier_weights(model, weights, dtype=dtype, train_head=train.train_head)
-    if train.init_from:
-        load_earlier_draft(model, train.init_from)
-    broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
-    if broken:
-        what = f"not a number after loading: {some(broken)}"
-        raise PipelineError(Problem("draft", what, "the verifier's embeddings, head or norm are damaged or incomplete"))
-    return model
-
-
-def load_earlier_draft(model: SupervisedRowsEagle3, path: Path) -> None:
-    """Start from the trainable weights of an earlier draft; what belongs to the verifier stays the verifier's."""
-    checkpoints.check_checkpoint(path)
-    saved = load_file(path / checkpoints.WEIGHTS_FILE)
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    wrong = [
-        f"{name} is {list(saved[name].shape) if name in saved else 'missing'}, expected {list(p.shape)}"
-        for name, p in trainable.items()
-        if name not in saved or saved[name].shape != p.shape
-    ]
-    if wrong:
-        what = f"{path} has another shape: {some(wrong)}"
-        raise PipelineError(Problem("train.init_from", what, "make the draft section describe that draft"))
-    with torch.no_grad():
-        for name, parameter in trainable.items():
-            parameter.copy_(saved[name])
-
-
-def read_earlier_mapping(path: Path, vocab_size: int) -> VocabMapping:
-    """The vocabulary map inside an earlier draft; a draft without one has the whole vocabulary."""
-    checkpoints.check_checkpoint(path)
-    saved = load_file(path / checkpoints.WEIGHTS_FILE)
-    no_counts = torch.zeros(vocab_size, dtype=torch.int64)
-    if "t2d" in saved and "d2t" in saved:
-        return VocabMapping(saved["t2d"], saved["d2t"], no_counts)
-    if read_json(path / checkpoints.CONFIG_FILE).get("draft_vocab_size") not in (None, vocab_size):
-        what = f"{path} has a reduced vocabulary and no t2d and d2t"
-        raise PipelineError(Problem("train.init_from", what, "the map was dropped when it was saved; use another"))
-    return VocabMapping(torch.ones(vocab_size, dtype=torch.bool), no_counts.clone(), no_counts)
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -341,7 +109,7 @@ class _Checkpointer(BaseCheckpointer):
 
     def load_optimizer_state_dict(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module,  # noqa: ARG002
         optimizer: Any,
         float_dtype: torch.dtype | None = None,  # noqa: ARG002
     ) -> None:
@@ -355,6 +123,31 @@ class _Checkpointer(BaseCheckpointer):
             one.load_state_dict(state)
             for group, rate in zip(one.optimizer.param_groups, one.get_last_lr(), strict=True):
                 group["lr"] = rate
+
+    def save_checkpoint(
+        self, model: torch.nn.Module, optimizer: Any, epoch: int | str, float_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """The plain draft as speculators' `SingleGPUCheckpointer` writes it, and the float32 state beside it."""
+        directory = checkpoints.begin_saving(self.path, int(epoch))
+        draft = unwrapped(model)
+        draft.save_pretrained(directory, state_dict=convert_float_dtype(draft.state_dict(), float_dtype))
+        config_path = directory / checkpoints.CONFIG_FILE
+        patch_config_dtype(config_path, float_dtype)
+        config = read_json(config_path) | {"architectures": [ARCHITECTURE]}
+        write_text(config_path, json.dumps(config, indent=2) + "\n")
+        masters = {name: p.detach().cpu().contiguous() for name, p in trainable_parameters(model).items()}
+        save_file(masters, directory / checkpoints.STATE_DIR / checkpoints.MASTERS_FILE)
+        states = [one.state_dict() for one in optimizer]
+        torch.save(states, directory / checkpoints.STATE_DIR / checkpoints.OPTIMIZER_FILE)
+
+    def finish_checkpoint(self, schedulers: Sequence[Any], random_states: Sequence[Any], position: Position) -> None:
+        """Add what the library doesn't pass to `save_checkpoint`, then give the directory its name."""
+        directory = checkpoints.saving_path(self.path, position.epoch)
+        state_dir = directory / checkpoints.STATE_DIR
+        torch.save([one.state_dict() for one in schedulers], state_dir / checkpoints.SCHEDULER_FILE)
+        torch.save(list(random_states), state_dir / checkpoints.RANDOM_FILE)
+        checkpoints.write_position(directory, position)
+        checkpoints.finish_saving(self.path, position.epoch)
 
     def load_random_states(self, rank: int) -> None:
         states = torch.load(self._state(checkpoints.RANDOM_FILE), weights_only=True)
@@ -371,11 +164,11 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 def random_state() -> dict[str, Any]:
     """Python's, numpy's and torch's random states, in types that `weights_only` loading accepts."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    legacy: Any = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),  # type: ignore[union-attr]
+        "numpy": (legacy[0], legacy[1].tolist(), *legacy[2:]),
         "python": (version, list(internal), gauss_next),
     }
     if torch.accelerator.is_available():
@@ -385,91 +178,12 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     if torch.accelerator.is_available() and "accelerator" in state:
         torch.get_device_module().set_rng_state(state["accelerator"])
-
-
-# ---- the log -------------------------------------------------------------------------------------------------------
-
-
-class TrainingLog:
-    """training_log.jsonl: one object a step, one a validation. Lines after `position` are of steps to be redone."""
-
-    def __init__(self, path: Path, position: Position) -> None:
-        kept = []
-        if path.is_file():
-            lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in lines if _precedes(line, position)]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, **fields: Any) -> None:
-        self._file.write(json.dumps({k: _rounded(v) for k, v in fields.items()}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _precedes(line: Mapping[str, Any], position: Position) -> bool:
-    if "validation" in line:
-        return line["epoch"] < position.epoch or (line["epoch"] == position.epoch and position.batches == 0)
-    return line["step"] <= position.steps
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    return [_rounded(entry) for entry in value] if isinstance(value, list) else value
-
-
-class _Bridge(logging.Handler):
-    """Hands the Trainer's own metric records to a function."""
-
-    def __init__(self, receive: Callable[[Mapping[str, Any]], None]) -> None:
-        super().__init__()
-        self._receive = receive
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.msg, Mapping):
-            self._receive(record.msg)
-
-
-@contextlib.contextmanager
-def metric_handlers(
-    receive: Callable[[Mapping[str, Any]], None], loggers: Sequence[str], log_dir: Path, run_name: str
-) -> Iterator[None]:
-    """Attach our log and speculators' loggers (TensorBoard, Weights & Biases, trackio, MLflow) for one run.
-
-    The library's `setup_metric_logger` goes through `dictConfig`, which closes every handler of the process (0.9.0).
-    """
-    classes = {
-        "tensorboard": library_loggers.TensorBoardHandler,
-        "wandb": library_loggers.WandbHandler,
-        "trackio": library_loggers.TrackioHandler,
-        "mlflow": library_loggers.MLFlowHandler,
-    }
-    handlers: list[logging.Handler] = [_Bridge(receive)]
-    if topology.get_rank() == 0:
-        handlers += [classes[name](run_name=run_name, log_dir=str(log_dir)) for name in loggers]
-    metrics = logging.getLogger("speculators.metrics")
-    metrics.setLevel(logging.INFO)
-    metrics.propagate = False
-    for handler in handlers:
-        handler.addFilter(library_loggers.IsMappingFilter())
-        metrics.addHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            metrics.removeHandler(handler)
-            handler.close()
 
 
 # ---- the trainer ---------------------------------------------------------------------------------------------------
@@ -500,8 +214,8 @@ class DraftTrainer(Trainer):
         self,
         model: SupervisedRowsEagle3,
         config: TrainerConfig,
-        train_loader: DataLoader,
-        val_loader: DataLoader | None,
+        train_loader: PackLoader,
+        val_loader: PackLoader | None,
         *,
         settings: TrainSection,
         start: Position,
@@ -527,7 +241,7 @@ class DraftTrainer(Trainer):
         """Device and starting point; the library would read them from the accelerator and its own state files."""
         device = training_device()
         self.local_rank, self.device_type = device, device.type  # type: ignore[assignment]
-        self.checkpointer = _Checkpointer(self._out_dir, self._source)
+        self.checkpointer: _Checkpointer = _Checkpointer(self._out_dir, self._source)
         self.resume_from_checkpoint = self._source is not None
         epoch_done = self._start.batches == 0 and self._source is not None and self._source.parent == self._out_dir
         self.current_epoch = self._start.epoch + 1 if epoch_done else self._start.epoch
@@ -549,7 +263,7 @@ class DraftTrainer(Trainer):
     def setup_optimizer(self) -> None:
         super().setup_optimizer()
         if self._source is not None:
-            self.checkpointer.load_random_states(self.rank)  # type: ignore[attr-defined]
+            self.checkpointer.load_random_states(self.rank)
 
     # -- one batch: the library calls these in this order
 
@@ -563,7 +277,8 @@ class DraftTrainer(Trainer):
             return
         trained = [p for p in parameters if p.grad is not None]
         if self._settings.accumulation > 1:
-            torch._foreach_mul_([p.grad for p in trained], 1 / self._settings.accumulation)
+            for parameter in trained:
+                parameter.grad.mul_(1 / self._settings.accumulation)  # type: ignore[union-attr]
         norm = _CLIP_GRAD_NORM(trained, self._settings.max_grad_norm)
         self._grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(self._grad_norm):
@@ -677,36 +392,17 @@ class DraftTrainer(Trainer):
             self._save()
 
     def _save(self) -> None:
+        transformers_logging.disable_progress_bar()
         random_states: list[Any] = [random_state()]
         if self.is_distributed:
             random_states = [None] * dist.get_world_size()
             dist.all_gather_object(random_states, random_state())
         if self.rank == 0:
-            directory = checkpoints.begin_saving(self._out_dir, self._position.epoch)
-            self._write_draft(directory)
-            self._write_exact_state(directory / checkpoints.STATE_DIR, random_states)
-            checkpoints.write_position(directory, self._position)
-            checkpoints.finish_saving(self._out_dir, self._position.epoch)
+            self.checkpointer.save_checkpoint(self.model, self.optimizers, self._position.epoch)
+            self.checkpointer.finish_checkpoint(self.schedulers, random_states, self._position)
         if self.is_distributed:
             dist.barrier()
         self._saved = self._position
-
-    def _write_draft(self, directory: Path) -> None:
-        """The plain draft in bf16, as speculators' `SingleGPUCheckpointer.save_checkpoint` writes it."""
-        model = unwrapped(self.model)
-        weights = convert_float_dtype(model.state_dict(), torch.bfloat16)
-        model.save_pretrained(directory, state_dict=weights)
-        config_path = directory / checkpoints.CONFIG_FILE
-        patch_config_dtype(config_path, torch.bfloat16)
-        config = read_json(config_path) | {"architectures": [ARCHITECTURE]}
-        write_text(config_path, json.dumps(config, indent=2) + "\n")
-
-    def _write_exact_state(self, directory: Path, random_states: list[Any]) -> None:
-        masters = {name: p.detach().cpu().contiguous() for name, p in trainable_parameters(self.model).items()}
-        save_file(masters, directory / checkpoints.MASTERS_FILE)
-        torch.save([one.state_dict() for one in self.optimizers], directory / checkpoints.OPTIMIZER_FILE)
-        torch.save([one.state_dict() for one in self.schedulers], directory / checkpoints.SCHEDULER_FILE)
-        torch.save(random_states, directory / checkpoints.RANDOM_FILE)
 
     def maybe_update_best(self, epoch: int, val_metrics: dict[str, float] | None) -> None:
         """Best by simulated acceptance length; the library takes the lowest loss, which decay and K distort."""
@@ -844,7 +540,7 @@ def train_draft(
     before = plan.start.tokens if plan.source is None or plan.source.parent != out_dir else 0
     expected = before + plan.num_epochs * sum(min(n, settings.max_tokens_per_batch) for n in train.lengths)
     with Progress(out_dir, total=expected, desc="training", unit="tokens", start=plan.start.tokens) as progress:
-        reporter = _Reporter(log, progress, plan.start)
+        reporter = Reporter(log, progress, plan.start)
         trainer = DraftTrainer(
             model,
             trainer_config(settings, plan, out_dir),
@@ -873,47 +569,5 @@ def train_draft(
         metrics or {},
         len(loader.unreadable),
         trainer.interrupted,
-        trainer.stopped_early,  # type: ignore[attr-defined]
+        trainer.stopped_early,
     )
-
-
-class _Reporter:
-    """Turns the library's metrics into the log's lines and the bar's fields."""
-
-    def __init__(self, log: TrainingLog | None, progress: Progress, start: Position) -> None:
-        self._log, self._progress, self._tokens = log, progress, start.tokens
-
-    def step(self, position: Position, window: Sequence[Mapping[str, Any]], *, grad_norm: float) -> None:
-        """One line for one optimiser step; a window's metrics are averaged."""
-        names = [name for name in window[0]["train"] if name not in ("tokens", "error_records")]
-        metrics = {name: sum(float(r["train"][name]) for r in window) / len(window) for name in names}
-        seconds = sum(r["profile"]["step_ms"] for r in window) / 1000
-        tokens, self._tokens = position.tokens - self._tokens, position.tokens
-        self._progress.update(
-            tokens, step=position.steps, loss=f"{metrics['loss']:.3f}", acc=f"{metrics['full_acc_0']:.3f}"
-        )
-        if self._log:
-            self._log.write(
-                step=position.steps,
-                epoch=position.epoch,
-                **metrics,
-                lr=window[-1]["lr"],
-                grad_norm=grad_norm,
-                tokens=tokens,
-                seconds=seconds,
-                tokens_per_second=tokens / seconds if seconds else 0.0,
-                skipped_steps=position.skipped,
-            )
-
-    def validation(self, record: Mapping[str, Any]) -> None:
-        metrics = {name.removesuffix("_epoch"): value for name, value in record["val"].items()}
-        if self._log:
-            self._log.write(validation=metrics, epoch=record["epoch"])
-        length, accuracy = metrics.get("acceptance_length", math.nan), metrics.get("full_acc_0", math.nan)
-        logger.info(
-            "after epoch %d: simulated acceptance length %.3f, first step right %.3f, loss %.3f",
-            record["epoch"],
-            length,
-            accuracy,
-            metrics.get("loss", math.nan),
-        )

@@ -137,7 +137,10 @@ def frequencies(counts: TokenCounts, split: str, source: str | None = None) -> n
         freq for (in_split, in_source), freq in counts.items() if in_split == split and source in (None, in_source)
     ]
     length = len(next(iter(counts.values()))) if counts else 0
-    return np.sum(chosen, axis=0, dtype=np.int64) if chosen else np.zeros(length, np.int64)
+    total = np.zeros(length, np.int64)
+    for freq in chosen:
+        total += freq
+    return total
 
 
 def build_vocab_mapping(token_freq: np.ndarray, size: int, forced: Collection[int] = ()) -> VocabMapping:
