@@ -92,13 +92,32 @@ class ExtractSection(Section):
     shard: str = Field(
         "1/1", pattern=r"^\d+/\d+$", description="this host's part of the samples, as 2/8", json_schema_extra=NO_EFFECT
     )
+    max_num_seqs: int = Field(64, ge=1, description="samples that vLLM prefills at once", json_schema_extra=NO_EFFECT)
+    max_num_batched_tokens: int = Field(
+        8192, ge=1, description="tokens in one prefill step; longer samples take several", json_schema_extra=NO_EFFECT
+    )
+    min_free_bytes: int = Field(
+        1_000_000_000, ge=0, description="stop, resumable, when the disk has less left", json_schema_extra=NO_EFFECT
+    )
+    canary_share: float = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="samples whose last state must say what the engine says",
+        json_schema_extra=NO_EFFECT,
+    )
+    min_canary_agreement: float = Field(
+        0.9, ge=0, le=1, description="share of canaries that must agree (bf16 near ties: 99.9% on SmolLM2)"
+    )
 
 
 class VocabSection(Section):
     size: int = Field(32000, ge=1, description="draft vocabulary K")
     forced_tokens: list[str | int] = Field([], description="tokens, or ids, that are always in the draft vocabulary")
     import_dir: Path | None = Field(
-        None, description="take t2d, d2t and token_freq from this directory instead of counting (--import)"
+        None,
+        description="take t2d, d2t and token_freq from this directory instead of choosing (--import)",
+        json_schema_extra=NO_EFFECT,  # what it holds counts, and a fingerprint says that
     )
 
 
@@ -169,8 +188,14 @@ class TrainSection(Section):
     min_target_agreement: float = Field(
         0.9, ge=0, le=1, description="target check: share of greedy text that the verifier's head must predict"
     )
+    max_target_excess: float = Field(
+        1.0, gt=0, description="target check: nats a token by which the text may be unlikelier than the head's entropy"
+    )
     num_workers: int = Field(
-        0, ge=0, description="processes that read samples ahead; 0 reads in the training process", json_schema_extra=NO_EFFECT
+        0,
+        ge=0,
+        description="processes that read samples ahead; 0 reads in the training process",
+        json_schema_extra=NO_EFFECT,
     )
     loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
         ["tensorboard"], description="speculators' metric loggers", json_schema_extra=NO_EFFECT

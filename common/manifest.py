@@ -154,6 +154,16 @@ def require_same(problems: Problems, manifests: Mapping[str, Manifest]) -> None:
                 problems.add("lineage", what, "run the stages again from the first one that differs, with --overwrite")
 
 
+def require_fingerprints(problems: Problems, manifests: Mapping[str, Manifest], now: Mapping[str, str]) -> None:
+    """Adds a problem for each artifact that was made with another verifier, tokenizer or template than these."""
+    for name, manifest in manifests.items():
+        for key in sorted(manifest.fingerprints.keys() & now.keys()):
+            was = manifest.fingerprints[key]
+            if was != now[key]:
+                what = f"was made with another {key}: {was[:12]}, verifier.path now gives {now[key][:12]}"
+                problems.add(name, what, "name the verifier that it was made with, or make it again with --overwrite")
+
+
 # ---- what is known while a stage runs --------------------------------------------------------------------------------
 
 

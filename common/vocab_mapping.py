@@ -193,11 +193,19 @@ def count_filled(mapping: VocabMapping, forced: Collection[int] = ()) -> int:
     return int(filled.sum())
 
 
-def coverages(counts: TokenCounts, sizes: Sequence[int], forced: Collection[int] = ()) -> list[Coverage]:
-    """Coverage for each draft vocabulary size that the verifier's vocabulary and the forced tokens allow."""
+def coverages(
+    counts: TokenCounts, sizes: Sequence[int], forced: Collection[int] = (), *, chosen: VocabMapping | None = None
+) -> list[Coverage]:
+    """Coverage for each draft vocabulary size that the verifier's vocabulary and the forced tokens allow.
+
+    `chosen` stands for its own size (an imported map isn't what these counts would give).
+    """
     train = frequencies(counts, "train")
-    allowed = [size for size in sorted(set(sizes)) if max(1, len(set(forced))) <= size <= len(train)]
-    return [_coverage(counts, build_vocab_mapping(train, size, forced).t2d.numpy()) for size in allowed]
+    smallest = max(1, len(set(forced)))
+    maps = {size: build_vocab_mapping(train, size, forced) for size in sizes if smallest <= size <= len(train)}
+    if chosen is not None:
+        maps[chosen.size] = chosen
+    return [_coverage(counts, maps[size].t2d.numpy()) for size in sorted(maps)]
 
 
 def _coverage(counts: TokenCounts, t2d: np.ndarray) -> Coverage:
