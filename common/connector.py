@@ -26,10 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 
 from common.files import fsync_path
-from common.hidden_states import Ledger, LedgerEntry, encode, find_faults
+from common.hidden_states import FAULTS_NAME, Ledger, LedgerEntry, encode, find_faults
 from common.samples import Samples
 
-FAULTS_NAME = ".faults.jsonl"
 _INDEX = re.compile(r"data_(\d+)\.pt$")
 
 
@@ -114,7 +113,7 @@ class DataFileConnector(ExampleHiddenStatesConnector):
 
     def _open_samples(self) -> Samples:
         if self._samples is None:
-            self._samples = Samples(self._samples_path, None)  # type: ignore[arg-type]  # the stage has checked it
+            self._samples = Samples(self._samples_path, manifest=None)  # the stage has checked it
         return self._samples
 
     def _open_ledger(self) -> Ledger:

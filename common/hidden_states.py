@@ -27,7 +27,8 @@ from common.manifest import Manifest, read_manifest
 
 DIR_NAME = "hidden_states"
 LEDGER_NAME = "ledger.jsonl"
-OWNED = ("data_*.pt", ".data_*.tmp", "ledger*.jsonl")
+FAULTS_NAME = ".faults.jsonl"  # what the worker could not write
+OWNED = ("data_*.pt", ".data_*.tmp", "ledger*.jsonl", FAULTS_NAME)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 

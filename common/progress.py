@@ -25,6 +25,14 @@ def progress_path(out_dir: Path) -> Path:
     return out_dir.parent / "logs" / f"{out_dir.name}.progress.json"
 
 
+def read_progress(out_dir: Path) -> dict[str, Any] | None:
+    """The latest counts of a stage; None where it never reported."""
+    try:
+        return json.loads(progress_path(out_dir).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
 class Progress:
     """Counts work of one stage. `start` is what an earlier run did already: it counts, but not for the rate."""
 

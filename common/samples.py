@@ -116,7 +116,7 @@ def _row(sample: Sample) -> dict[str, object]:
 class Samples:
     """A complete `samples/`, opened. The small columns are in memory; ids and masks are read when asked for."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None) -> None:
         self.path = path
         self.manifest = manifest
         self._file = pq.ParquetFile(path, memory_map=True)

@@ -27,7 +27,7 @@ from rich.table import Table
 from common import checkpoints, manifest
 from common.errors import PipelineError
 from common.files import format_bytes, format_count, format_duration
-from common.progress import progress_path
+from common.progress import read_progress
 
 STAGES = {
     "01_prepare_data": "samples",
@@ -77,7 +77,7 @@ def _stage_status(run_dir: Path, script: str, output: str) -> StageStatus:
     state = manifest.read_run_state(out_dir) if out_dir.is_dir() else None
     if state is None:
         return StageStatus(script, output, "absent", {}, 0)
-    progress = _read_progress(out_dir)
+    progress = read_progress(out_dir)
     return StageStatus(
         script,
         output,
@@ -104,13 +104,6 @@ def _is_alive(state: manifest.RunState) -> bool:
     except psutil.Error:
         return False
     return created <= time.mktime(time.strptime(state.started[:19], "%Y-%m-%dT%H:%M:%S")) + 1
-
-
-def _read_progress(out_dir: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(progress_path(out_dir).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return None
 
 
 def _bytes_of(out_dir: Path) -> int:
