@@ -174,7 +174,6 @@ def run(config: Config, inputs: VocabInputs, out_dir: Path) -> Outcome:
         },
         outputs=outputs,
         fingerprints={"vocab_mapping": mapping.fingerprint},
-        next_command="python 04_train.py with the same --config",
     )
 
 
@@ -230,6 +229,7 @@ STAGE = Stage(
     check=check,
     estimate=estimate,
     run=run,
+    next_script="04_train",
     owns=FILES,
     resumable=False,
     add_flags=add_flags,

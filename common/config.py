@@ -64,6 +64,18 @@ class PrepareSection(Section):
         1, ge=1, description="samples with fewer supervised tokens after cutting are dropped"
     )
     val_fraction: float = Field(0.05, ge=0, lt=1, description="share of conversations held out for validation")
+    turns: Literal["auto", "conversation", "turn"] = Field(
+        "auto",
+        description="one sample for a conversation or for each assistant turn; auto looks at what the template does",
+    )
+    near_duplicate_threshold: float = Field(
+        0.8, gt=0, le=1, description="prompts with this share of word 5-grams in common count once; 1: only equal ones"
+    )
+    drop_looping: bool = Field(True, description="drop answers that end in one phrase repeated over and over")
+    held_out: list[str] = Field(
+        ["embedded:mt_bench", "embedded:human_eval"],
+        description="prompts that must not be trained on: embedded sets, or files of rows",
+    )
 
 
 class GenerateSection(Section):
@@ -75,6 +87,14 @@ class GenerateSection(Section):
     )
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
     max_tokens: int = Field(2048, ge=1, description="tokens of one answer")
+    magpie_prompts: int = Field(
+        0, ge=0, description="prompts that the verifier writes itself (Magpie, Xu et al. 2024), besides the sources"
+    )
+    magpie_max_tokens: int = Field(100, ge=1, description="longer prompts of its own are thrown away, in tokens")
+    keep_cut_answers: bool = Field(
+        True, description="keep answers that the length limit cut; no end token is made up for them"
+    )
+    max_num_seqs: int = Field(128, ge=1, description="answers in flight at once", json_schema_extra=NO_EFFECT)
 
 
 class ExtractSection(Section):

@@ -281,6 +281,26 @@ def build_draft(
     return model
 
 
+def check_earlier_draft(path: Path, draft: DraftSection) -> None:
+    """Compare an earlier draft's configuration with the draft section, without loading weights.
+
+    Raises:
+        PipelineError: it is absent, or differs in a way that would make its weights mean something else.
+    """
+    checkpoints.check_checkpoint(path)
+    config = read_json(path / checkpoints.CONFIG_FILE)
+    saved = config | config.get("transformer_layer_config", {})
+    fields = set(DraftSection.model_fields) - {"rope_theta", "rope_scaling", "max_position_embeddings"}
+    different = [
+        f"draft.{name} is {getattr(draft, name)}, there {saved[name]}"
+        for name in sorted(fields & saved.keys())
+        if saved[name] != getattr(draft, name)
+    ]
+    if different:
+        fix = "make the draft section describe that draft"
+        raise PipelineError(*(Problem("train.init_from", f"{path}: {one}", fix) for one in different))
+
+
 def load_earlier_draft(model: SupervisedRowsEagle3, path: Path) -> None:
     """Start from the trainable weights of an earlier draft; what belongs to the verifier stays the verifier's."""
     checkpoints.check_checkpoint(path)

@@ -75,6 +75,11 @@ def start_distributed() -> None:
     topology._init_sp_process_groups(dist.get_rank(), dist.get_world_size(), 1)
 
 
+def stop_distributed() -> None:
+    """Leave the process group, so that torchrun sees a clean end."""
+    topology.maybe_destroy_distributed()
+
+
 def training_device() -> torch.device:
     """This process's accelerator, or the CPU."""
     accelerator = torch.accelerator.current_accelerator()

@@ -280,7 +280,7 @@ def open_vocab_mapping(run_dir: Path) -> tuple[Manifest, VocabMapping]:
     Raises:
         PipelineError: no manifest, a file is missing or unreadable, or the map is wrong.
     """
-    manifest = read_manifest(run_dir / DIR_NAME)
+    manifest = read_manifest(run_dir / DIR_NAME, "03_build_vocab_mapping")
     return manifest, import_vocab_mapping(run_dir / DIR_NAME)[0]
 
 
