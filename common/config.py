@@ -95,6 +95,9 @@ class GenerateSection(Section):
         True, description="keep answers that the length limit cut; no end token is made up for them"
     )
     max_num_seqs: int = Field(128, ge=1, description="answers in flight at once", json_schema_extra=NO_EFFECT)
+    cpu_kv_cache_gib: int = Field(
+        2, ge=1, description="cache of vLLM's CPU build, in GiB; a GPU takes what it has", json_schema_extra=NO_EFFECT
+    )
 
 
 class ExtractSection(Section):

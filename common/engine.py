@@ -113,7 +113,9 @@ def start_llm(options: EngineOptions) -> Any:
             **options.extra,
         }
         try:
-            return LLM(**{key: value for key, value in arguments.items() if value is not None})
+            llm = LLM(**{key: value for key, value in arguments.items() if value is not None})
+            _quiet_vllm()  # starting configures the logger anew
+            return llm
         except Exception as error:
             where = f"; its own words are in {options.log_path}" if options.log_path else ""
             what = f"did not start: {str(error).splitlines()[0]}{where}"

@@ -52,7 +52,6 @@ class Outcome:
     counts: dict[str, Any]
     outputs: list[Path]
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    next_command: str = ""
     complete: bool = True
 
 
@@ -69,6 +68,7 @@ class Stage:
     run: Callable[..., Outcome]  # (config, inputs, out_dir) -> Outcome
     owns: tuple[str, ...]  # globs of what it writes in out_dir, removed by --overwrite and before starting over
     resumable: bool = True
+    next_script: str = ""  # the stage that reads this artifact
     add_flags: Callable[[argparse.ArgumentParser], None] | None = None
     # A flag that replaces the run, such as --verify: (invocation, inputs) -> exit status, or None to go on.
     instead: Callable[[Invocation, Any], int | None] | None = None
@@ -143,8 +143,8 @@ def _run_locked(
     if outcome.complete:
         _write_manifest(stage, config, identity, outcome, out_dir, seconds, command)
     logger.info("%s: %s in %s: %s", stage.script, out_dir, format_duration(seconds), _line(outcome.counts))
-    if outcome.next_command:
-        logger.info("next: %s", outcome.next_command)
+    if stage.next_script and outcome.complete:
+        logger.info("next: python %s.py --config %s", stage.next_script, invocation.config_path)
     return 0
 
 

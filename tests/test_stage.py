@@ -24,7 +24,7 @@ class NoInputs:
 
 def write_words(config, inputs, out_dir):
     write_text(out_dir / "words.txt", f"{config.prepare.max_tokens}\n")
-    return Outcome({"words": 1}, [out_dir / "words.txt"], next_command="python 02.py")
+    return Outcome({"words": 1}, [out_dir / "words.txt"])
 
 
 def stage(**changes) -> Stage:
@@ -37,6 +37,7 @@ def stage(**changes) -> Stage:
         estimate=lambda config, inputs: {"rows": "1"},
         run=write_words,
         owns=("words.txt",),
+        next_script="02_letters",
     )
     return dataclasses.replace(made, **changes)
 
@@ -61,6 +62,11 @@ def test_a_complete_run_leaves_the_output_the_record_and_the_manifest(argv, out_
     assert manifest.counts == {"words": 1}
     assert manifest.settings["prepare.max_tokens"] == 4096
     assert manifest.packages["torch"].startswith("2.")
+
+
+def test_the_next_command_is_said_at_the_end(argv, caplog):
+    run_stage(stage(), argv)
+    assert f"next: python 02_letters.py --config {argv[1]}" in caplog.text
 
 
 def test_a_second_run_does_nothing(argv, out_dir, caplog):
