@@ -113,12 +113,10 @@ def forced_tokens(listed: list[str | int], verifier: Verifier, tokenizer: Any) -
     forced = {n: i for n, i in control.items() if i in verifier.stop_token_ids or ALWAYS_FORCED.search(n)}
     problems = Problems()
     for token in listed:
-        token_id = token if isinstance(token, int) else tokenizer.convert_tokens_to_ids(token)
-        unknown = isinstance(token, str) and (token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token)
-        if unknown:
-            problems.add(
-                "vocab.forced_tokens", f"{token!r} is not a token of this tokenizer", "name one, or give its id"
-            )
+        token_id = _token_id(token, tokenizer)
+        if token_id is None:
+            fix = "name one, or give its id"
+            problems.add("vocab.forced_tokens", f"{token!r} is not a token of this tokenizer", fix)
         elif not 0 <= token_id < verifier.vocab_size:
             what = f"id {token_id} lies outside the verifier's vocabulary of {verifier.vocab_size}"
             problems.add("vocab.forced_tokens", what, "remove it")
@@ -126,6 +124,16 @@ def forced_tokens(listed: list[str | int], verifier: Verifier, tokenizer: Any) -
             forced[str(token)] = token_id
     problems.raise_if_any()
     return forced
+
+
+def _token_id(token: str | int, tokenizer: Any) -> int | None:
+    """The id of a listed token; None when it isn't one. A flag brings ids as text, so digits that are no token count."""
+    if isinstance(token, int):
+        return token
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token:
+        return int(token_id)
+    return int(token) if token.isdigit() else None
 
 
 def _check_imported(problems: Problems, mapping: VocabMapping, config: Config, verifier: Verifier) -> None:
