@@ -77,6 +77,13 @@ def _bare_name(name: str) -> str:
     return name
 
 
+def library_config(draft: Draft) -> Eagle3SpeculatorConfig:
+    """The draft's configuration as the library's class; a copy, since the library changes what it is given."""
+    config = Eagle3SpeculatorConfig.from_dict(json.loads(json.dumps(draft.config)))
+    assert isinstance(config, Eagle3SpeculatorConfig)
+    return config
+
+
 def expected_shapes(config: Eagle3SpeculatorConfig) -> dict[str, list[int]]:
     """Name and shape of every tensor that a draft of this configuration holds, from the library's own class."""
     with torch.device("meta"):
@@ -85,7 +92,9 @@ def expected_shapes(config: Eagle3SpeculatorConfig) -> dict[str, list[int]]:
     return {name: list(t.shape) for name, t in model.state_dict().items() if name not in ignored}
 
 
-def check_draft(draft: Draft, mapping: VocabMapping, *, aux_layer_ids: list[int], where: str) -> None:
+def check_draft(
+    draft: Draft, mapping: VocabMapping, *, aux_layer_ids: list[int], where: str, shares_embeddings: bool = False
+) -> None:
     """Refuses a draft that a server would load and then silently accept nothing of.
 
     Raises: PipelineError with every fault: tensors missing, unexpected, of another shape or not finite; a map that is
@@ -94,7 +103,7 @@ def check_draft(draft: Draft, mapping: VocabMapping, *, aux_layer_ids: list[int]
     problems = Problems()
     _check_config(problems, draft.config, aux_layer_ids, where)
     problems.raise_if_any()
-    _check_tensors(problems, draft, where)
+    _check_tensors(problems, draft, where, absent={EMBED} if shares_embeddings else set())
     _check_map(problems, draft, mapping, where)
     problems.raise_if_any()
 
@@ -120,8 +129,9 @@ def _rope_theta(shape: dict[str, Any]) -> float | None:
     return (shape.get("rope_parameters") or {}).get("rope_theta") or shape.get("rope_theta")
 
 
-def _check_tensors(problems: Problems, draft: Draft, where: str) -> None:
-    expected = expected_shapes(Eagle3SpeculatorConfig.from_dict(dict(draft.config)))
+def _check_tensors(problems: Problems, draft: Draft, where: str, absent: set[str]) -> None:
+    shapes = expected_shapes(library_config(draft))
+    expected = {name: shape for name, shape in shapes.items() if name not in absent}
     fix = "export another checkpoint, or train again"
     missing, unexpected = sorted(expected.keys() - draft.tensors), sorted(draft.tensors.keys() - expected)
     if missing:
@@ -241,11 +251,15 @@ def to_llama_eagle3(draft: Draft) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, {name.replace(FIRST_LAYER, MIDLAYER, 1): tensor for name, tensor in draft.tensors.items()}
 
 
+_TOP_KEYS = {
+    *("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config", "speculators_config"),
+    *("eagle_aux_hidden_state_layer_ids", "torch_dtype", "dtype", *NORM_FLAGS),
+}
+
+
 def from_llama_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Draft:
     """The library's form of the original layout; its ids are read at the top level, in vLLM's counting."""
-    own = ("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config", "speculators_config")
-    own += ("eagle_aux_hidden_state_layer_ids", "torch_dtype", "dtype", *NORM_FLAGS)
-    shape = {key: value for key, value in config.items() if key not in own}
+    shape = {key: value for key, value in config.items() if key not in _TOP_KEYS}
     written = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -276,7 +290,7 @@ def draft_logits(draft: Draft, rows: list[Row], embed: Tensor, *, ttt_steps: int
     Args:
         embed: [V, D], the verifier's embeddings, which the server supplies where the draft shares them.
     """
-    config = Eagle3SpeculatorConfig.from_dict(json.loads(json.dumps(draft.config)))
+    config = library_config(draft)
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel(config=config)
     tensors = {EMBED: embed, **draft.tensors}
