@@ -136,13 +136,8 @@ def run(config: Config, inputs: Inputs, out_dir: Path) -> Outcome:
             "canary_agreement": canary.agreement,
         },
         outputs=[ledger],
-        next_command=f"python 03_build_vocab_mapping.py --config {config_name(config)}",
         complete=parts == 1,
     )
-
-
-def config_name(_config: Config) -> str:
-    return sys.argv[sys.argv.index("--config") + 1] if "--config" in sys.argv[:-1] else "configs/X.yaml"
 
 
 def find_done(out_dir: Path, ledger: Path, samples: Samples) -> dict[int, LedgerEntry]:
@@ -394,6 +389,7 @@ STAGE = Stage(
     estimate=estimate,
     run=run,
     owns=states.OWNED,
+    next_script="03_build_vocab_mapping",
     add_flags=add_flags,
     instead=instead,
     lock_name=lambda config: f"{states.DIR_NAME}.{config.extract.shard.replace('/', '-of-')}",
