@@ -134,12 +134,7 @@ class _Checkpointer(BaseCheckpointer):
     ) -> None:
         """The plain draft as speculators' `SingleGPUCheckpointer` writes it, and the float32 state beside it."""
         directory = checkpoints.begin_saving(self.path, int(epoch))
-        draft = unwrapped(model)
-        draft.save_pretrained(directory, state_dict=convert_float_dtype(draft.state_dict(), float_dtype))
-        config_path = directory / checkpoints.CONFIG_FILE
-        patch_config_dtype(config_path, float_dtype)
-        config = read_json(config_path) | {"architectures": [ARCHITECTURE]}
-        write_text(config_path, json.dumps(config, indent=2) + "\n")
+        save_draft(unwrapped(model), directory, float_dtype)
         masters = {name: p.detach().cpu().contiguous() for name, p in trainable_parameters(model).items()}
         save_file(masters, directory / checkpoints.STATE_DIR / checkpoints.MASTERS_FILE)
         states = [one.state_dict() for one in optimizer]
@@ -157,6 +152,16 @@ class _Checkpointer(BaseCheckpointer):
     def load_random_states(self, rank: int) -> None:
         states = torch.load(self._state(checkpoints.RANDOM_FILE), weights_only=True)
         set_random_state(states[min(rank, len(states) - 1)])
+
+
+def save_draft(model: SupervisedRowsEagle3, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a plain speculators checkpoint, as its `SingleGPUCheckpointer.save_checkpoint` does (0.9.0)."""
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(directory, state_dict=convert_float_dtype(model.state_dict(), dtype))
+    config_path = directory / checkpoints.CONFIG_FILE
+    patch_config_dtype(config_path, dtype)
+    config = read_json(config_path) | {"architectures": [ARCHITECTURE]}
+    write_text(config_path, json.dumps(config, indent=2) + "\n")
 
 
 def unwrapped(model: torch.nn.Module) -> SupervisedRowsEagle3:
@@ -397,7 +402,6 @@ class DraftTrainer(Trainer):
             self._save()
 
     def _save(self) -> None:
-        transformers_logging.disable_progress_bar()
         random_states: list[Any] = [random_state()]
         if self.is_distributed:
             random_states = [None] * dist.get_world_size()

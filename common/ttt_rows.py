@@ -72,6 +72,7 @@ def plan_rows(document_ids: Tensor, loss_mask: Tensor, ttt_steps: int, *, keep_a
         return RowPlan(targets, torch.where(present, sources, -1), None)
     needed = torch.zeros_like(loss_mask)
     needed[sources[1:][present[1:]]] = True
+    needed[0] |= ~needed.any()  # at least one row, so that a pack without a loss runs through every weight
     later = needed.nonzero().flatten()
     position = needed.cumsum(0) - 1
     index = torch.cat([sources[:1], position[sources[1:].clamp(min=0)]]) if ttt_steps > 1 else sources
