@@ -147,7 +147,7 @@ def test_code_beside_the_verifier_runs_only_when_it_is_trusted(tmp_path, smollm2
         (tmp_path / name).write_bytes((smollm2 / name).read_bytes())
     (tmp_path / "own.py").write_text("raise SystemExit('ran')")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.T", None]}}))
-    with pytest.raises(PipelineError, match="set verifier.trust_remote_code: true"):
+    with pytest.raises(PipelineError, match=r"set verifier\.trust_remote_code: true"):
         load_tokenizer(open_verifier(VerifierSection(path=str(tmp_path))))
 
 
