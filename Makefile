@@ -5,7 +5,7 @@ DEMO := configs/smollm2_135m.yaml
 QUICK := configs/smollm2_135m_quick.yaml
 RUN ?= runs/smollm2_135m
 
-.PHONY: setup demo demo-quick test test-fast lint status report clean
+.PHONY: setup demo demo-quick test test-fast lint status clean
 
 setup: .venv/installed
 
@@ -39,9 +39,6 @@ lint: setup
 
 status: setup
 	@$(PYTHON) -m common.status $(RUN)
-
-report: setup
-	@$(PYTHON) -m common.report $(RUN)
 
 clean:
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
