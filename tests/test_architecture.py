@@ -90,5 +90,8 @@ def check_stage_command(words: list[str]) -> None:
     if stage.add_flags:
         stage.add_flags(parser)
     config = ROOT / "configs" / Path(words[words.index("--config") + 1]).name
-    words = [str(config if config.exists() else ROOT / "configs/smollm2_135m.yaml") if w.endswith(".yaml") else w for w in words]
+    words = [
+        str(config if config.exists() else ROOT / "configs/smollm2_135m.yaml") if w.endswith(".yaml") else w
+        for w in words
+    ]
     parse_invocation(parser, words[1:])
