@@ -67,6 +67,9 @@ def check(config: Config) -> Inputs:
         if samples.manifest.fingerprints.get(key, value) != value:
             what = f"the samples were made with another {key.replace('_', ' ')}"
             problems.add("verifier.path", what, "use that verifier, or run 01_prepare_data.py --overwrite")
+    if config.extract.endpoint:
+        what = "is not supported by this version, the states come from vLLM in this process"
+        problems.add("extract.endpoint", what, "leave it unset")
     part, parts = shard_of(config)
     if not 1 <= part <= parts:
         problems.add("extract.shard", f"there is no part {part} of {parts}", "use 1/N to N/N")
@@ -340,6 +343,11 @@ def instead(invocation: Invocation, inputs: Inputs) -> int | None:
         return verify(out_dir, inputs.samples)
     if invocation.flags.merge:
         merge(out_dir, inputs.samples)
+        return None
+    shards = sorted(out_dir.glob("ledger.*-of-*.jsonl"))
+    if shard_of(invocation.config) == (1, 1) and shards:
+        what = f"other runs shared the work: {some([path.name for path in shards])}"
+        raise PipelineError(Problem(str(out_dir), what, "join them with --merge, or go on with --extract.shard"))
     return None
 
 

@@ -194,7 +194,8 @@ def _prompt_set(config: Config, inputs: Inputs, name: str) -> PromptSet:
         indices = inputs.samples.indices_of("val")[:limit]
         rows = [inputs.samples[i] for i in indices]
         return PromptSet(name, [row.input_ids[: int(row.loss_mask.argmax())].tolist() for row in rows])
-    encoder = ChatEncoder(load_tokenizer(inputs.verifier), inputs.verifier.stop_token_ids)
+    tokenizer, kwargs = load_tokenizer(inputs.verifier), config.prepare.template_kwargs
+    encoder = ChatEncoder(tokenizer, inputs.verifier.stop_token_ids, kwargs)
     found = (row for row in read_source(SourceSection(path=name)) if isinstance(row, Conversation))
     prompts = [encoder.prompt_ids(prompt_of(row), row.tools) for row in found][:limit]
     if not prompts:

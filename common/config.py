@@ -68,6 +68,9 @@ class PrepareSection(Section):
         "auto",
         description="one sample for a conversation or for each assistant turn; auto looks at what the template does",
     )
+    template_kwargs: dict[str, Any] = Field(
+        {}, description="passed to the chat template as a server would, e.g. {thinking: false}"
+    )
     near_duplicate_threshold: float = Field(
         0.8, gt=0, le=1, description="prompts with this share of word 5-grams in common count once; 1: only equal ones"
     )
@@ -282,6 +285,13 @@ class Config(BaseSettings):
                 if not _has_no_effect(info):
                     found[f"{name}.{key}"] = values[key]
         return found
+
+
+def default_settings(keys: Sequence[str]) -> dict[str, Any]:
+    """What these `section.key` settings are where nobody sets them; keys without a default are left out."""
+    defaults = Config().model_dump(mode="json")
+    pairs = ((key, *key.split(".", 1)) for key in keys)
+    return {key: defaults[section][name] for key, section, name in pairs if name in defaults.get(section, {})}
 
 
 def _has_no_effect(info: FieldInfo) -> bool:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common import manifest as records
-from common.config import Config, Invocation, build_parser, parse_invocation, print_config
+from common.config import Config, Invocation, build_parser, default_settings, parse_invocation, print_config
 from common.errors import PipelineError, Problem
 from common.files import TEMPORARY_SUFFIX, format_count, format_duration
 from common.manifest import Identity, Manifest
@@ -193,10 +193,10 @@ def plan_output(stage: Stage, out_dir: Path, identity: Identity, *, overwrite: b
         return "run"
     complete = records.is_complete(out_dir)
     if complete:
-        was: Identity | None = _without_outcome(records.read_manifest(out_dir).identity, identity)
+        was: Identity | None = _comparable(records.read_manifest(out_dir).identity, identity)
     else:
         state = records.read_run_state(out_dir)
-        was = state.identity if state else None
+        was = _comparable(state.identity, identity) if state else None
     fix = f"another run.dir, or {stage.script}.py --overwrite, which removes what is there"
     if was is None:
         raise PipelineError(Problem(str(out_dir), "holds files, but no record of the run that wrote them", fix))
@@ -206,10 +206,13 @@ def plan_output(stage: Stage, out_dir: Path, identity: Identity, *, overwrite: b
     return "done" if complete else "resume"
 
 
-def _without_outcome(was: Identity, now: Identity) -> Identity:
-    """The fingerprints that a run adds at its end can't be known at its start."""
+def _comparable(was: Identity, now: Identity) -> Identity:
+    """An earlier record beside today's: without the fingerprints that a run adds at its end, and with the defaults of
+    keys that this version added, so that a newer version goes on with an older run.
+    """
+    settings = default_settings([key for key in now.settings if key not in was.settings]) | was.settings
     known = {key: value for key, value in was.fingerprints.items() if key in now.fingerprints}
-    return dataclasses.replace(was, fingerprints=known)
+    return dataclasses.replace(was, settings=settings, fingerprints=known)
 
 
 def _holds_files(out_dir: Path) -> bool:

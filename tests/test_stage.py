@@ -135,6 +135,17 @@ def test_a_stage_that_cannot_resume_starts_over(argv, out_dir):
     assert run_stage(stage(run=check_empty, resumable=False), argv) == 0
 
 
+def test_a_key_that_this_version_added_counts_with_its_default(argv, out_dir, caplog):
+    run_stage(stage(), argv)
+    path = out_dir / "manifest.json"
+    record = json.loads(path.read_text())
+    del record["settings"]["prepare.max_tokens"]
+    path.write_text(json.dumps(record))
+    assert run_stage(stage(), argv) == 0
+    assert run_stage(stage(), [*argv, "--prepare.max_tokens", "8"]) == 2
+    assert "prepare.max_tokens: was 4096, is 8" in caplog.text
+
+
 def test_another_verifier_is_refused(argv, out_dir, caplog):
     run_stage(stage(), argv)
     other = stage(check=lambda config: NoInputs(fingerprints={"verifier": "xyz"}))
