@@ -139,7 +139,7 @@ def test_an_endpoint_is_refused_rather_than_ignored(run_dir):
 def test_a_disk_that_is_too_small_is_refused_before_the_engine_starts(run_dir, monkeypatch):
     monkeypatch.setattr(stage, "free_bytes", lambda _path: 100_000)
     config = config_of(run_dir, min_free_bytes=0)
-    with pytest.raises(PipelineError, match="disk: .* are needed, 100 kB can be used"):
+    with pytest.raises(PipelineError, match=r"disk: .* are needed, 100 kB can be used"):
         stage._check_space(config, stage.check(config), run_dir, range(6))
 
 
@@ -185,7 +185,7 @@ def test_what_the_worker_could_not_write_stops_the_stage_by_name(run_dir, kind, 
 
 
 def test_a_disk_that_runs_low_stops_the_stage(run_dir):
-    with pytest.raises(PipelineError, match="less than extract.min_free_bytes"):
+    with pytest.raises(PipelineError, match=r"less than extract\.min_free_bytes"):
         list(watch(run_dir, min_free_bytes=10**18).wait_until(0))
 
 
