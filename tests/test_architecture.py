@@ -62,7 +62,7 @@ def test_no_function_is_longer_than_a_page():
 
 def commands_in(text: str):
     """Commands in the fenced blocks of a Markdown file, continuation lines joined."""
-    for block in re.findall(r"```(?:bash|sh)?\n(.*?)```", text, flags=re.S):
+    for block in re.findall(r"```bash\n(.*?)```", text, flags=re.S):
         for line in block.replace("\\\n", " ").splitlines():
             if line.strip() and not line.startswith("#"):
                 yield line.split(" #")[0].strip()
