@@ -11,7 +11,7 @@ from the run's seed and the prompt, so an answer doesn't depend on the order of 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -151,9 +151,7 @@ def write_prompts(
         with Progress(out_dir, total=wanted, desc="prompts", unit="prompts") as bar:
             while True:
                 missing = [i for i in range(attempts) if i not in texts]
-                for attempt, text in _attempt(
-                    start_llm() if missing else None, tokenizer, prefix_ids, missing, settings, stop_ids, run_seed
-                ):
+                for attempt, text in _attempt(start_llm, tokenizer, prefix_ids, missing, settings, stop_ids, run_seed):
                     log.add(attempt=attempt, text=text)
                     texts[attempt] = text
                     bar.update(1 if text else 0)
@@ -172,14 +170,16 @@ def kept_prompts(texts: dict[int, str | None]) -> list[str]:
 
 
 def _attempt(
-    llm: Any,
+    start_llm: Callable[[], Any],
     tokenizer: Any,
     prefix_ids: Sequence[int],
-    numbers: Iterable[int],
+    numbers: Sequence[int],
     settings: GenerateSection,
     stop_ids: Sequence[int],
     run_seed: int,
 ) -> Iterator[tuple[int, str | None]]:
+    if not numbers:
+        return
     requests = (
         engine.EngineRequest(
             f"prompt-{number}",
@@ -193,7 +193,7 @@ def _attempt(
         )
         for number in numbers
     )
-    for key, output in engine.stream_requests(llm, requests, max_in_flight=2 * settings.max_num_seqs):
+    for key, output in engine.stream_requests(start_llm(), requests, max_in_flight=2 * settings.max_num_seqs):
         completion = output.outputs[0]
         text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True).strip()
         usable = completion.finish_reason == "stop" and len(text.split()) >= 3
