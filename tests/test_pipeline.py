@@ -127,7 +127,11 @@ def test_a_sample_is_what_the_verifier_was_shown_and_what_it_wrote(finished, smo
 
 
 def test_states_are_those_of_transformers(finished, smollm2):
-    """Relative error below 2% in every layer; a wrong layer, a norm or a shift by one is off by far more."""
+    """By token, since the first one's norm is a hundred times the others' and would hide them.
+
+    30 layers in bfloat16 add up to 1 to 2% against transformers in float32 (its own bfloat16 run is off by 3.6% on
+    the last layer); the layer below or above is off by 20% or more, and so is a norm or a shift by one.
+    """
     from transformers import AutoModelForCausalLM
 
     run_dir, _, _ = finished
@@ -137,10 +141,17 @@ def test_states_are_those_of_transformers(finished, smollm2):
     for index in (0, 3):
         found = hs.load_hidden_states(hs.data_path(run_dir / "hidden_states", index))
         with torch.no_grad():
-            states = model(found.input_ids[None], output_hidden_states=True).hidden_states
-        expected = [states[i][0] for i in (2, 15, 27)] + [last.pop()]
+            states = [state[0] for state in model(found.input_ids[None], output_hidden_states=True).hidden_states]
+        expected = [states[i] for i in (2, 15, 27)] + [last.pop()]
         for mine, theirs in zip([*found.aux, found.last], expected, strict=True):
-            assert (mine.float() - theirs).norm() / theirs.norm() < 0.02
+            assert relative_error(mine, theirs) < 0.025
+        for mine, layer in zip(found.aux, (2, 15, 27), strict=True):
+            assert min(relative_error(mine, states[layer + step]) for step in (-1, 1)) > 0.15
+
+
+def relative_error(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Median over tokens of the relative error of [T, D]."""
+    return float(((mine.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median())
 
 
 def test_the_serving_report_says_what_vllm_measured(finished):
@@ -231,7 +242,7 @@ def test_a_killed_extraction_resumes_to_the_same_artifact(finished, tmp_path):
         mine, theirs = (hs.load_hidden_states(hs.data_path(d / "hidden_states", index)) for d in (copy, run_dir))
         assert torch.equal(mine.input_ids, theirs.input_ids) and torch.equal(mine.loss_mask, theirs.loss_mask)
         for a, b in zip([*mine.aux, mine.last], [*theirs.aux, theirs.last], strict=True):
-            assert (a.float() - b.float()).norm() / b.float().norm() < 0.02  # batches differ, and with them rounding
+            assert relative_error(a, b.float()) < 0.025  # batches differ, and with them rounding
 
 
 def test_a_killed_generation_loses_no_finished_answer(finished, tmp_path):
