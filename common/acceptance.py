@@ -46,6 +46,11 @@ class Acceptance:
     def length(self) -> float:
         return 1 + sum(self.accepted) / self.drafts if self.drafts else float("nan")
 
+    @property
+    def by_position(self) -> list[float]:
+        """Share of drafts whose first k + 1 tokens were accepted."""
+        return [count / max(self.drafts, 1) for count in self.accepted]
+
 
 def simulate_acceptance(hits: Tensor, supervised: Tensor, document_ids: Tensor) -> Acceptance:
     """Walk through held-out text as vLLM would, and count accepted draft tokens.

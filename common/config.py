@@ -231,22 +231,32 @@ class TrainSection(Section):
 
 class ExportSection(Section):
     checkpoint: str = Field("best", description="best, last, or a checkpoint's number")
-    format: Literal["speculators", "llama_eagle3"] = Field("speculators", description="layout of draft/")
-    serve_check: bool = Field(True, description="serve the draft beside the verifier in vLLM and measure acceptance")
-    prompt_sets: list[str] = Field(
-        [], description="what to measure on: val, embedded:mt_bench, embedded:human_eval, or a file of rows"
+    import_dir: Path | None = Field(
+        None,
+        description="take a public EAGLE-3 draft from this directory instead of checkpoints/ (--import)",
+        json_schema_extra=NO_EFFECT,  # what it holds counts, and a fingerprint says that
     )
+    format: Literal["speculators", "llama_eagle3"] = Field("speculators", description="layout of draft/")
     share_embeddings: bool = Field(
         False, description="leave the embeddings out of the draft; the server takes the verifier's, which are the same"
     )
-    num_draft_tokens: list[int] = Field([3], min_length=1, description="draft tokens to measure with, each an engine")
+    serve_check: bool = Field(True, description="serve the draft beside the verifier in vLLM and measure acceptance")
+    prompt_sets: list[str] = Field(
+        [],
+        description="what to measure on: val, embedded:mt_bench, embedded:human_eval, or a file of rows; none: val",
+    )
+    num_draft_tokens: list[int] = Field(
+        [3], min_length=1, description="draft tokens to measure with, as [1, 2, 3, 5, 7]; each is an engine of its own"
+    )
     max_tokens: int = Field(128, ge=1, description="tokens of one measured answer")
-    max_prompts: int | None = Field(None, ge=1, description="take at most so many prompts of a set")
+    max_prompts: int | None = Field(200, ge=1, description="take at most so many prompts of a set; null: all")
     max_model_len: int = Field(2048, ge=2, description="tokens that the measuring engine has room for in a sequence")
-    batch: int = Field(32, ge=1, description="prompts served at once while measuring")
+    batch: int = Field(32, ge=1, description="prompts served at once while measuring acceptance")
     lossless_prompts: int = Field(
         16, ge=0, description="prompts whose greedy float32 output must not change with the draft; 0 leaves that out"
     )
+    base_model: str | None = Field(None, description="the verifier's name on the hub, for the model card")
+    license: str | None = Field(None, description="licence of the draft, for the model card")
 
 
 class Config(BaseSettings):

