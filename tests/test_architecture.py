@@ -18,8 +18,8 @@ LAYERS = [
     {"config", "manifest", "progress"},
     {"samples", "hidden_states", "vocab_mapping", "checkpoints", "embedded"},
     {"verifier", "corpus", "cleaning", "acceptance", "ttt_rows", "training_log", "head_loss", "engine"},
-    {"chat", "connector", "draft", "generation", "serve_check", "export", "target_check", "model_card"},
-    {"packing"},
+    {"chat", "connector", "draft", "generation", "serve_check", "export", "target_check"},
+    {"packing", "simulation", "draft_import", "model_card"},
     {"trainer"},
     {"stage", "status", "report", "preflight"},
 ]

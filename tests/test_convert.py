@@ -4,22 +4,24 @@ Field faults F3, I2, I5, I8, J7.
 """
 
 import json
+import re
 
 import pytest
 import torch
+from packaging.version import Version
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
 from common import export
-from common.engine import DraftCounters
+from common.engine import read_draft_config
 from common.errors import PipelineError
 from common.export import Draft, Row
-from common.serve_check import partings, verdict
 from common.vocab_mapping import VocabMapping
 
 V, K, D, A = 64, 16, 32, 3
+LAYOUTS = ["speculators", "llama_eagle3"]
 AUX = [1, 2, 3]
 
 
@@ -81,8 +83,8 @@ def draft(checkpoint):
 def rows():
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, V, (12,), generator=generator)
-    states = torch.randn(12, A * D + D, generator=generator).to(torch.bfloat16)
-    return [Row(ids, states[:, : A * D], states[:, A * D :])]
+    states = torch.randn(12, A * D, generator=generator).to(torch.bfloat16)
+    return [Row(ids, states, torch.ones(12, dtype=torch.bool))]
 
 
 def check(draft, mapping, **changes):
@@ -102,7 +104,7 @@ def test_a_checkpoint_of_the_library_passes(draft, mapping, verifier_tensors):
     export.check_embeddings(draft, embed, where="draft")
 
 
-@pytest.mark.parametrize("layout", ["speculators", "llama_eagle3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_written_gives_the_checkpoints_logits(tmp_path, draft, mapping, rows, verifier_tensors, layout):
     export.write_draft(tmp_path, export.with_served_keys(draft), layout=layout, share_embeddings=False)
     written = export.read_draft(tmp_path)
@@ -120,7 +122,7 @@ def test_shared_embeddings_are_left_out_and_supplied_by_the_verifier(tmp_path, d
 
 
 def test_the_written_config_has_the_layer_ids_at_the_top_and_every_norm_flag(tmp_path, draft):
-    for layout in ("speculators", "llama_eagle3"):
+    for layout in LAYOUTS:
         export.write_draft(tmp_path, export.with_served_keys(draft), layout=layout, share_embeddings=False)
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["eagle_aux_hidden_state_layer_ids"] == AUX
@@ -129,16 +131,60 @@ def test_the_written_config_has_the_layer_ids_at_the_top_and_every_norm_flag(tmp
     assert config["rope_theta"] == 50000.0
 
 
-def test_vllm_reads_the_written_config_as_meant(tmp_path, draft):
-    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig as Reader
+def write(path, draft, layout):
+    export.write_draft(path, export.with_served_keys(draft), layout=layout, share_embeddings=False)
+    return export.read_draft(path)
 
-    export.write_draft(tmp_path, export.with_served_keys(draft), layout="speculators", share_embeddings=False)
-    read = Reader.extract_transformers_pre_trained_config(json.loads((tmp_path / "config.json").read_text()))
-    assert read["eagle_aux_hidden_state_layer_ids"] == AUX
-    assert read["norm_before_residual"] is False  # what vLLM takes for absent is true
-    assert (read["draft_vocab_size"], read["head_dim"], read["rope_theta"]) == (K, 8, 50000.0)
-    leaked = {"sliding_window", "n_routed_experts", "kv_lora_rank", "q_lora_rank"}
-    assert not {key for key in leaked if read.get(key)}  # J7
+
+YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 64.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("flag", [None, *export.NORM_FLAGS])
+def test_vllm_reads_the_written_config_as_meant(tmp_path, draft, layout, flag):
+    meant = changed(draft, config={flag: True} if flag else {})
+    write(tmp_path, meant, layout)
+    assert export.config_faults(meant, read_draft_config(tmp_path, export.SHAPE_KEYS)) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vllm_reads_every_key_of_a_scaled_rotary_embedding(tmp_path, draft, layout):
+    shape = draft.config["transformer_layer_config"] | {"rope_parameters": YARN}
+    meant = changed(draft, config={"transformer_layer_config": shape})
+    write(tmp_path, meant, layout)
+    read = read_draft_config(tmp_path, export.SHAPE_KEYS)
+    assert export.config_faults(meant, read) == []
+    assert (read["rope factor"], read["rope rope_theta"]) == (64.0, 50000.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "fault"),
+    [
+        ("norm_before_residual", "norm_before_residual is False, vLLM reads True"),  # what vLLM takes for absent
+        ("eagle_aux_hidden_state_layer_ids", r"eagle_aux_hidden_state_layer_ids is \[1, 2, 3\], vLLM reads None"),
+        ("draft_vocab_size", "draft_vocab_size is 16, vLLM reads 64"),
+        ("head_dim", "head_dim is 8, vLLM reads"),
+        ("rope_parameters", "rope rope_theta is 50000.0, vLLM reads"),
+    ],
+)
+def test_a_key_that_vllm_misses_is_named(tmp_path, draft, lost, fault):
+    write(tmp_path, draft, "speculators")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part in (config, config["transformer_layer_config"]):
+        part.pop(lost, None)
+        if lost == "rope_parameters":
+            part.pop("rope_theta", None)
+    if lost == "head_dim":
+        config["transformer_layer_config"]["head_dim"] = 16
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = export.config_faults(draft, read_draft_config(tmp_path, export.SHAPE_KEYS))[0]
+    assert re.match(fault, found)
+
+
+def test_nothing_of_the_verifiers_shape_leaks_into_the_draft(tmp_path, draft):  # J7
+    for layout in LAYOUTS:
+        config = json.dumps(write(tmp_path, draft, layout).config)
+        assert not [key for key in ("sliding_window", "n_routed_experts", "kv_lora_rank") if key in config]
 
 
 def test_the_number_of_aux_layers_is_said_where_it_is_not_three(draft):
@@ -232,46 +278,47 @@ def test_another_rope_theta_fails_the_round_trip(draft, rows, verifier_tensors):
         export.check_round_trip(draft, other, rows, verifier_tensors[0], ttt_steps=3)
 
 
-def test_wrapper_prefixes_are_stripped(tmp_path, draft, mapping):
-    wrapped = {f"module.{name}": tensor for name, tensor in draft.tensors.items()}
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._fsdp_wrapped_module._orig_mod."])
+def test_wrapper_prefixes_are_stripped(tmp_path, draft, mapping, prefix):
+    wrapped = {prefix + name: tensor for name, tensor in draft.tensors.items()}
     export.write_draft(tmp_path, Draft(draft.config, wrapped), layout="speculators", share_embeddings=False)
     check(export.read_draft(tmp_path), mapping)
 
 
-def test_the_original_layout_refuses_what_it_cannot_say(draft):
-    with pytest.raises(PipelineError, match="llama_eagle3 can't say norm_output: true"):
-        export.to_llama_eagle3(changed(draft, config={"norm_output": True}))
+def test_a_second_layer_is_refused_by_the_original_layout(draft):
+    shape = draft.config["transformer_layer_config"] | {"num_hidden_layers": 2}
+    with pytest.raises(PipelineError, match="llama_eagle3 has one layer"):
+        export.to_llama_eagle3(changed(draft, config={"transformer_layer_config": shape}))
 
 
-# ---- what serving says ----
+def test_the_map_of_a_warm_start_is_taken_from_the_draft_when_it_is_the_recorded_one(draft, mapping):
+    assert export.map_of(draft, mapping.fingerprint, where="draft").fingerprint == mapping.fingerprint
+    with pytest.raises(PipelineError, match="is not the one that stage 4 recorded"):
+        export.map_of(draft, "another", where="draft")
+    with pytest.raises(PipelineError, match="has no sound t2d and d2t"):
+        export.map_of(changed(draft, without=("d2t",)), mapping.fingerprint, where="draft")
 
 
-def counters(drafts, *accepted):
-    return DraftCounters(drafts, accepted)
+# ---- servers that are too old ----
 
 
-def test_acceptance_is_counted_as_vllm_counts_it():
-    found = counters(100, 50, 20, 5) - counters(0, 0, 0, 0)
-    assert found.acceptance_length == 1.75
-    assert found.acceptance_by_position == [0.5, 0.2, 0.05]
+def test_a_server_that_ignores_an_option_is_named_with_its_version(draft):
+    modern = changed(draft, config={"norm_output": True})
+    (warning,) = export.server_warnings(modern, 30, Version("0.22.1"), "speculators")
+    assert warning.startswith("vLLM 0.22.1 is too old for norm_output")
+    assert not export.server_warnings(modern, 30, Version("0.32.0"), "speculators")
+    assert not export.server_warnings(draft, 30, Version("0.22.1"), "speculators")
 
 
-@pytest.mark.parametrize(
-    ("accepted", "words"),
-    [
-        ((50, 20, 5), "agrees with the simulated 1.750"),
-        ((0, 0, 0), "a wrong vocabulary map"),
-        ((20, 1, 0), "norm_output or the feedback state"),
-        ((15, 6, 2), "wrong aux layer ids, a norm flag or rope_theta lost"),
-        ((80, 60, 40), "more than in training"),
-    ],
-)
-def test_the_verdict_names_the_likely_cause(accepted, words):
-    assert words in verdict(counters(100, *accepted), 1.75)
+def test_the_last_layer_as_an_aux_layer_needs_a_recent_server(draft):
+    assert not export.server_warnings(draft, 4, Version("0.25.0"), "speculators")
+    (warning,) = export.server_warnings(draft, 3, Version("0.25.0"), "speculators")
+    assert "too old for aux layer 3, the last" in warning
 
 
-def test_answers_part_where_the_first_token_differs():
-    (found,) = partings([[1, 2, 3], [4, 5]], [[1, 2, 9], [4, 5]])
-    assert (found.prompt, found.common, found.one, found.other) == (0, 2, 3, 9)
-    (shorter,) = partings([[1, 2]], [[1, 2, 3]])
-    assert (shorter.common, shorter.one, shorter.other) == (2, None, 3)
+def test_what_sglang_does_not_read_is_said_in_its_own_layout(draft):
+    plain = changed(draft, config={"norm_before_fc": True})
+    assert export.server_warnings(plain, 30, None, "llama_eagle3") == [
+        "SGLang has no norm_before_fc: serve this draft with vLLM"
+    ]
+    assert not export.can_serve_in_sglang(plain) and export.can_serve_in_sglang(draft)
