@@ -5,7 +5,7 @@ DEMO := configs/smollm2_135m.yaml
 QUICK := configs/smollm2_135m_quick.yaml
 RUN ?= runs/smollm2_135m
 
-.PHONY: setup demo demo-quick test test-fast lint status clean
+.PHONY: setup demo demo-quick test test-fast lint status report clean
 
 setup: .venv/installed
 
@@ -36,6 +36,9 @@ lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+report: setup
+	@$(PYTHON) -m common.report $(RUN)
 
 status: setup
 	@$(PYTHON) -m common.status $(RUN)

@@ -143,6 +143,8 @@ def _run_locked(
     if outcome.complete:
         _write_manifest(stage, config, identity, outcome, out_dir, seconds, command)
     logger.info("%s: %s in %s: %s", stage.script, out_dir, format_duration(seconds), _line(outcome.counts))
+    if outcome.complete:
+        _write_report(config.run.dir)
     if stage.next_script and outcome.complete:
         logger.info("next: python %s.py --config %s", stage.next_script, invocation.config_path)
     return 0
@@ -250,6 +252,17 @@ class _only_one:  # noqa: N801, used as a function
 
     def __exit__(self, *_exc: object) -> None:
         self._lock.release()
+
+
+def _write_report(run_dir: Path) -> None:
+    """The page for people. Whatever is wrong with it, the stage's own work is done and stays done."""
+    from common.report import write_report  # plots take a second to import, and only a finished stage draws any
+
+    try:
+        logger.info("report: %s", write_report(run_dir))
+    except Exception as error:
+        logger.warning("the report could not be written: %s", str(error).splitlines()[0] if str(error) else repr(error))
+        logging.getLogger("pipeline.report").debug("report", exc_info=True)
 
 
 # ---- logs and signals ------------------------------------------------------------------------------------------------

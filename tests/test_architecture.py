@@ -21,7 +21,9 @@ LAYERS = [
     {"chat", "connector", "draft", "generation", "serve_check", "export", "target_check"},
     {"packing", "simulation", "draft_import", "model_card"},
     {"trainer"},
-    {"stage", "status", "report", "preflight"},
+    {"status", "preflight"},
+    {"report"},
+    {"stage"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

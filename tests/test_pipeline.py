@@ -179,6 +179,14 @@ def test_status_says_that_all_is_done(finished):
     assert status.served[0]["acceptance_length"] > 1
 
 
+def test_the_report_of_the_run_holds_what_vllm_measured(finished):
+    run_dir, _, said = finished
+    page = (run_dir / "report.html").read_text()
+    (entry,) = read_status(run_dir).served
+    assert f"<b>{entry['acceptance_length']:.3f}</b>" in page
+    assert f"report: {run_dir / 'report.html'}" in said["05_convert_checkpoint"]
+
+
 def test_check_prints_the_estimate_of_a_finished_run(finished):
     _, config, _ = finished
     done = run_script("02_extract_hidden_states", config, "--check")

@@ -42,6 +42,12 @@ def stage(**changes) -> Stage:
     return dataclasses.replace(made, **changes)
 
 
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Words are nothing to draw."""
+    monkeypatch.setattr("common.stage._write_report", lambda run_dir: None)
+
+
 @pytest.fixture
 def argv(tmp_path):
     path = tmp_path / "c.yaml"
@@ -67,6 +73,14 @@ def test_a_complete_run_leaves_the_output_the_record_and_the_manifest(argv, out_
 def test_the_next_command_is_said_at_the_end(argv, caplog):
     run_stage(stage(), argv)
     assert f"next: python 02_letters.py --config {argv[1]}" in caplog.text
+
+
+def test_a_report_that_fails_leaves_the_stage_done(argv, out_dir, monkeypatch, caplog):
+    monkeypatch.undo()
+    monkeypatch.setattr("common.report.write_report", lambda run_dir: 1 // 0)
+    assert run_stage(stage(), argv) == 0
+    assert "the report could not be written: integer division" in caplog.text
+    assert (out_dir / "manifest.json").exists()
 
 
 def test_a_second_run_does_nothing(argv, out_dir, caplog):
