@@ -71,6 +71,7 @@ def open_foreign_draft(path: Path, verifier: Verifier) -> ForeignDraft:
             problems.add("export.import_dir", what, "name the verifier that this draft was made for")
     problems.raise_if_any()
     notes: list[str] = []
+    nested = given.get("eagle_config") or {}  # where the gpt-oss drafts say norm_before_fc
     config = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -78,7 +79,7 @@ def open_foreign_draft(path: Path, verifier: Verifier) -> ForeignDraft:
         "draft_vocab_size": given.get("draft_vocab_size") or shape["vocab_size"],
         "eagle_aux_hidden_state_layer_ids": _aux_layer_ids(given, verifier.num_layers, notes),
         "norm_before_residual": _norm_before_residual(given, layout, notes),
-        **{flag: bool(given.get(flag, False)) for flag in NORM_FLAGS if flag != "norm_before_residual"},
+        **{flag: bool(nested.get(flag, given.get(flag, False))) for flag in NORM_FLAGS[1:]},
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "speculators_config": _proposal(verifier),

@@ -300,7 +300,7 @@ def read_draft_config(draft_dir: Path, shape_keys: Sequence[str], log_path: Path
         "num_aux_hidden_states": num_aux,
         "draft_vocab_size": getattr(config, "draft_vocab_size", None) or config.vocab_size,
         "norm_before_residual": getattr(config, "norm_before_residual", False),
-        "norm_before_fc": eagle.get("norm_before_fc", getattr(config, "norm_before_fc", False)),
+        "norm_before_fc": getattr(config, "norm_before_fc", False),
         "fc_norm": getattr(config, "fc_norm", False),
         "norm_output": getattr(config, "norm_output", False),
         **{key: getattr(config, key, None) for key in shape_keys},

@@ -110,6 +110,13 @@ def test_layer_ids_of_sglang_are_counted_one_higher(tmp_path, verifier, head):
     assert "counts one lower than vLLM" in notes
 
 
+def test_a_norm_flag_inside_eagle_config_is_read(tmp_path, verifier, head):
+    nested = {"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [1, 14, 26]}}
+    tensors = weights(**{"input_norm.weight": torch.ones(3 * HIDDEN)})
+    path = write(tmp_path, LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]} | nested, tensors)
+    assert take(path, verifier, head)[0].config["norm_before_fc"] is True
+
+
 def test_layer_ids_at_the_top_level_are_taken_as_they_are(tmp_path, verifier, head):
     config = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [1, 14, 26]}
     assert take(write(tmp_path, config, weights()), verifier, head)[0].aux_layer_ids == [1, 14, 26]

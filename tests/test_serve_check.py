@@ -50,6 +50,13 @@ def test_walking_jumps_over_what_was_accepted():
     assert found.length == 2.0
 
 
+def test_no_draft_is_made_past_the_length_limit_but_one_may_reach_over_it():
+    """The answer is cut after 3: drafts start at tokens 2 and 3 only, yet 4 and 5 can be accepted."""
+    answer = Answer(row([1, 2, 3, 4, 5, 6], [0, 1, 1, 1, 1, 1]), 1, 3)
+    found = walk([torch.tensor([3, 9, 9, 9, 9]), torch.tensor([4, 9, 9, 9, 9])], answer)
+    assert (found.drafts, found.accepted) == (1, [1, 1])
+
+
 def test_a_later_token_does_not_count_after_a_wrong_one():
     answer = Answer(row([1, 2, 3, 4, 5], [0, 1, 1, 1, 1]), 1, 5)
     found = walk([torch.tensor([9, 9, 9, 9]), torch.tensor([4, 5, 9, 9])], answer)
