@@ -80,7 +80,7 @@ def _open(config: Config) -> Inputs:
         what = "neither generation_config.json nor config.json names an eos_token_id"
         raise PipelineError(Problem(str(verifier.path), what, "add it: answers would never end"))
     encoder = ChatEncoder(tokenizer, verifier.stop_token_ids, config.prepare.template_kwargs)
-    encoder.prompt_ids([{"role": "user", "content": "Hello"}])
+    encoder.check_template()
     return Inputs(verifier, tokenizer, encoder, {}, verifier.fingerprints)
 
 
@@ -179,10 +179,13 @@ def _given(config: Config, inputs: Inputs, dropped: Dropped) -> Iterator[Sample]
     num_as_one = num_by_turn = 0
     for row in clean_rows(config, [], dropped):
         try:
-            encoded = inputs.encoder.encode_conversation(row.messages, row.tools, config.prepare.turns)
+            encoded = inputs.encoder.encode_conversation(
+                row.messages, row.tools, config.prepare.turns, is_cut=row.is_cut
+            )
         except UnusableError as error:
             dropped.add(str(error), row.conversation_id, row.source)
             continue
+        dropped.num_cut += row.is_cut
         num_answers = sum(message["role"] == "assistant" for message in row.messages)
         num_as_one += len(encoded) == 1 and num_answers > 1
         num_by_turn += len(encoded) > 1
@@ -254,7 +257,11 @@ def _questions(config: Config, inputs: Inputs, texts: Sequence[str], dropped: Dr
     room = config.prepare.max_tokens - config.prepare.min_supervised_tokens
     seen: set[str] = set()
     for row in clean_rows(config, texts, dropped):
-        ids = inputs.encoder.prompt_ids(corpus.prompt_of(row), row.tools)
+        try:
+            ids = inputs.encoder.prompt_ids(corpus.prompt_of(row), row.tools)
+        except UnusableError as error:
+            dropped.add(str(error), row.conversation_id, row.source)
+            continue
         question = Question(tuple(ids), row.conversation_id, row.source)
         if len(ids) > room:
             dropped.add("a prompt that leaves no room for an answer", row.conversation_id, row.source)

@@ -2,7 +2,10 @@
 
 No generation tags, offsets or regular expressions: the template is rendered up to each assistant turn, with and
 without it, and what the second text adds is that turn. Prompt and turn are tokenised apart, as a server does (it
-never merges a token across the two). A template that can't be split so is refused by name.
+never merges a token across the two). A template that can't be split so is refused by name, before any row is read.
+
+Where the text of an answer stands is found by rendering a marker in its place, not by searching for it: the answer
+`think` after a supplied `<think></think>` is not the first `think` that a search finds.
 
     rendered up to the turn    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n          mask 0
     the turn                                                                     Hello<|im_end|>  mask 1
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from common.corpus import Message
@@ -51,12 +55,31 @@ class ChatEncoder:
         self._stop_texts = [tokenizer.decode([i], skip_special_tokens=False) for i in stop_ids]
         self._template_kwargs = template_kwargs or {}
 
+    def check_template(self) -> None:
+        """Looks at what the template does with the plainest conversation, before any row is read.
+
+        Raises: PipelineError naming what can't be handled.
+        """
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+        try:
+            turn = self.turn(messages, 1, None)
+        except UnusableError as error:
+            raise PipelineError(
+                Problem("chat template", str(error), "set prepare.template_kwargs, or mend it")
+            ) from None
+        if not any(turn.written.endswith(stop) for stop in self._stop_texts):
+            what = f"ends an assistant's turn in none of the verifier's stop tokens ({', '.join(self._stop_texts)})"
+            fix = "name the token that ends a turn as eos_token_id in generation_config.json"
+            raise PipelineError(Problem("chat template", what, fix))
+
     def render(self, messages: Sequence[Message], tools: list[Any] | None, *, generate: bool) -> str:
-        """Raises: PipelineError when the verifier has no template."""
+        """Raises: PipelineError when the verifier has no template; UnusableError when it refuses these messages."""
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=generate, **self._template_kwargs
             )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise UnusableError(f"the chat template refuses it: {str(error).splitlines()[0]}") from None
         except ValueError as error:
             if "chat_template" not in str(error) and "chat template" not in str(error):
                 raise
@@ -99,31 +122,63 @@ class ChatEncoder:
             what = "an assistant turn does not begin where its generation prompt ends: after "
             what += f"{prompt[:common][-40:]!r} it has {whole[common:][:20]!r}, the prompt {prompt[common:][:20]!r}"
             raise PipelineError(Problem("chat template", what, "set prepare.template_kwargs, or mend the template"))
-        supplied, written, trailing = self._split(whole[len(prompt) :], messages[index])
-        return Turn(prompt, supplied, written, trailing)
+        start, stop = self._span(whole[len(prompt) :], messages[: index + 1], tools)
+        added = whole[len(prompt) :]
+        return Turn(prompt, added[:start], added[start:stop], added[stop:])
 
-    def _split(self, added: str, message: Message) -> tuple[str, str, str]:
-        """Divides what a turn adds into what the template supplies, what the verifier writes, and what follows."""
-        content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-        if not (content.strip() or reasoning.strip() or message.get("tool_calls")):
+    def _span(self, added: str, messages: Sequence[Message], tools: list[Any] | None) -> tuple[int, int]:
+        """Start and end, in characters of what the last turn adds, of what the verifier writes."""
+        message = messages[-1]
+        content, reasoning = (message.get("content") or "").strip(), (message.get("reasoning_content") or "").strip()
+        if not (content or reasoning or message.get("tool_calls")):
             raise UnusableError("an empty assistant turn")
-        start = 0
-        if not reasoning and content.strip():
-            start = added.find(content.strip())
-            if start < 0:
-                what = f"does not show the assistant's text {content.strip()[:40]!r}"
-                raise PipelineError(Problem("chat template", what, "use the template the verifier was published with"))
-            start -= _leading_space(added[:start], content)
-        elif reasoning and added.find(reasoning.strip()) < 0:
+        if reasoning and reasoning not in added:
             raise UnusableError("reasoning that the template leaves out")
-        end = max((added.rfind(stop) + len(stop) for stop in self._stop_texts if stop in added), default=len(added))
-        return added[:start], added[start:end], added[end:]
+        start = content_end = 0
+        if content:
+            content_start = self._content_start(added, messages, tools, content)
+            content_end = content_start + len(content)
+            if not reasoning:
+                start = content_start - _leading_space(added[:content_start], message["content"])
+        if message.get("tool_calls"):  # calls follow the text, and hold text of their own
+            return start, max(
+                (added.rfind(stop) + len(stop) for stop in self._stop_texts if stop in added), default=len(added)
+            )
+        content_end = content_end or added.rfind(reasoning) + len(reasoning)
+        return start, self._end_after(added, content_end)
 
-    def encode_conversation(self, messages: Sequence[Message], tools: list[Any] | None, turns: str) -> list[Encoded]:
+    def _content_start(self, added: str, messages: Sequence[Message], tools: list[Any] | None, content: str) -> int:
+        """Where the answer's text begins in what its turn adds; a marker in its place shows it.
+
+        Raises: PipelineError when the template doesn't show the text.
+        """
+        marked = self.render([*messages[:-1], {**messages[-1], "content": SENTINEL}], tools, generate=False)
+        prompt = self.render(messages[:-1], tools, generate=True)
+        before, found, _ = marked[len(prompt) :].partition(SENTINEL)
+        # White space that the template kept around the text stands between `before` and the stripped text.
+        start = len(before)
+        start += len(added[start:]) - len(added[start:].lstrip())
+        if not found or not added.startswith(before) or not added.startswith(content, start):
+            what = f"does not show the assistant's text {content[:40]!r}"
+            raise PipelineError(Problem("chat template", what, "use the template the verifier was published with"))
+        return start
+
+    def _end_after(self, added: str, content_end: int) -> int:
+        """The end of the first stop token after the text; the end of the text where none follows."""
+        ends = [(at, len(stop)) for stop in self._stop_texts if (at := added.find(stop, content_end)) >= 0]
+        if not ends:
+            return content_end
+        at, length = min(ends)
+        return at + length
+
+    def encode_conversation(
+        self, messages: Sequence[Message], tools: list[Any] | None, turns: str, *, is_cut: bool = False
+    ) -> list[Encoded]:
         """The samples of one conversation.
 
         turns: "conversation": one sample with all its assistant turns; "turn": one sample each; "auto": one for the
             conversation where the template and the tokenizer leave history as it was, else one each.
+        is_cut: the last answer met a length limit, so the end token that the template adds was never written.
 
         Raises: UnusableError when there is no assistant turn, or one is empty; PipelineError as `turn`.
         """
@@ -131,6 +186,8 @@ class ChatEncoder:
         if not indices:
             raise UnusableError("no assistant turn")
         found = [self.turn(messages, i, tools) for i in indices]
+        if is_cut:
+            found[-1] = self._without_end(found[-1])
         if turns != "turn":
             whole = self._as_one(found)
             if whole is not None:
@@ -138,7 +195,12 @@ class ChatEncoder:
             if turns == "conversation":
                 what = "rewrites earlier turns, so one sample can't hold what a server would have shown"
                 raise PipelineError(Problem("chat template", what, "set prepare.turns: turn, or auto"))
-        return [self._proven([(t.prompt, False), (t.supplied, False), (t.written, True)]) for t in found]
+        pieces = ([(t.prompt, False), (t.supplied, False), (t.written, True)] for t in found)
+        return [self._at_once(p) or self._in_pieces(p) for p in pieces]
+
+    def _without_end(self, turn: Turn) -> Turn:
+        stop = next((stop for stop in self._stop_texts if turn.written.endswith(stop)), "")
+        return Turn(turn.prompt, turn.supplied, turn.written.removesuffix(stop), "")
 
     def _as_one(self, turns: Sequence[Turn]) -> Encoded | None:
         """All turns in one sample; None where a later prompt shows an earlier turn otherwise than it was written."""
@@ -149,13 +211,40 @@ class ChatEncoder:
                 return None
             pieces += [(turn.prompt[len(text) :], False), (turn.supplied, False), (turn.written, True)]
             text = turn.prompt + turn.supplied + turn.written
-        shown = turns[-1].prompt
-        encoded = self._proven(pieces)
-        prompt_ids = self.encode(shown)
+        if encoded := self._at_once(pieces):
+            return encoded
+        encoded = self._in_pieces(pieces)
+        prompt_ids = self.encode(turns[-1].prompt)
         # Tokenised in pieces, history must be what a server makes of the last prompt in one go.
         return encoded if encoded.input_ids[: len(prompt_ids)].tolist() == prompt_ids else None
 
-    def _proven(self, pieces: Sequence[tuple[str, bool]]) -> Encoded:
+    def _at_once(self, pieces: Sequence[tuple[str, bool]]) -> Encoded | None:
+        """Tokenises all pieces as one text, which is what a server makes of history, and proves each masked span.
+
+        None for slow tokenizers, which don't say where a token came from, and where a token lies across the border
+        of a span; `_in_pieces` decides then. Half the work of tokenising pieces and then history to compare.
+        """
+        if not self._tokenizer.is_fast:
+            return None
+        text = "".join(piece for piece, _ in pieces)
+        encoding = self._tokenizer(text, add_special_tokens=False).encodings[0]
+        ids: list[int] = encoding.ids
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        at = 0
+        for piece, is_written in pieces:
+            begin, at = at, at + len(piece)
+            if not is_written or not piece:
+                continue
+            first = encoding.char_to_token(begin)
+            stop = encoding.char_to_token(at) if at < len(text) else len(ids)
+            if first is None or stop is None or not _borders(encoding, first, stop, begin, at):
+                return None
+            if self.decode(ids[first:stop]) != piece:
+                return None
+            mask[first:stop] = True
+        return Encoded(np.array(ids, dtype=np.int32), mask)
+
+    def _in_pieces(self, pieces: Sequence[tuple[str, bool]]) -> Encoded:
         """Tokenises pieces of (text, is written by the assistant), and proves each masked span by decoding it."""
         ids: list[int] = []
         mask: list[bool] = []
@@ -166,6 +255,13 @@ class ChatEncoder:
             ids += new
             mask += [is_written] * len(new)
         return Encoded(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+
+
+def _borders(encoding: Any, first: int, stop: int, begin: int, end: int) -> bool:
+    """Whether tokens `first` to `stop - 1` are exactly the characters from `begin` to `end`."""
+    if first >= stop:
+        return False
+    return encoding.token_to_chars(first)[0] == begin and encoding.token_to_chars(stop - 1)[1] == end
 
 
 def _common_prefix(one: str, other: str) -> str:

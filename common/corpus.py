@@ -27,12 +27,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in OpenAI's form; `source` says where they came from."""
+    """Messages in OpenAI's form; `source` says where they came from.
+
+    is_cut: the row says that its last answer met a length limit (`finish_reason: length`), so it has no end.
+    """
 
     messages: list[Message]
     conversation_id: str
     source: str
     tools: list[Any] | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def to_conversation(row: Any, where: str, *, source: str) -> Conversation | Skip
     if isinstance(tools, str):
         tools = json.loads(tools)
     identity = row.get("conversation_id") or row.get("id") or _hash_of(messages)
-    return Conversation(messages, str(identity), source, tools)
+    return Conversation(messages, str(identity), source, tools, is_cut=row.get("finish_reason") == "length")
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[Message] | None:

@@ -118,6 +118,46 @@ def test_an_empty_think_pair_that_the_template_supplies_carries_no_loss():  # A1
     assert "<think></think>" in encoder.decode(encoded.input_ids.tolist())
 
 
+@pytest.mark.parametrize("answer", ["think", "<", "/think", "</think>"])
+def test_an_answer_that_looks_like_what_the_template_supplies_is_found_where_it_stands(answer):
+    encoder = slow_encoder(THINKING)
+    (encoded,) = encoder.encode_conversation(chat("Hi", answer), None, "auto")
+    assert masked_texts(encoder, encoded) == [f"{answer}<|im_end|>"]
+
+
+def test_what_a_template_adds_after_the_end_token_carries_no_loss():
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = CHATML.replace("<|im_end|>\n", "<|im_end|>\n<think>")
+    encoder = ChatEncoder(tokenizer, [SPECIAL["<|im_end|>"], SPECIAL["<think>"]])
+    (encoded,) = encoder.encode_conversation(chat("Hi", "Hello"), None, "auto")
+    assert masked_texts(encoder, encoded) == ["Hello<|im_end|>"]
+
+
+def test_a_turn_that_ends_in_no_stop_token_is_masked_to_the_end_of_its_text():
+    encoder = slow_encoder(CHATML.replace("<|im_end|>", "##"))
+    (encoded,) = encoder.encode_conversation(chat("Hi", "Hello"), None, "auto")
+    assert masked_texts(encoder, encoded) == ["Hello"]
+
+
+def test_a_template_whose_turns_end_in_no_stop_token_is_named_before_any_row():
+    with pytest.raises(PipelineError, match="ends an assistant's turn in none of the verifier's stop tokens"):
+        slow_encoder(CHATML.replace("<|im_end|>", "##")).check_template()
+
+
+def test_a_conversation_that_the_template_refuses_is_unusable():
+    refusing = "{% if messages | length > 2 %}{{ raise_exception('only one turn') }}{% endif %}" + CHATML
+    encoder = slow_encoder(refusing)
+    encoder.check_template()
+    with pytest.raises(UnusableError, match="the chat template refuses it: only one turn"):
+        encoder.encode_conversation(chat("a", "one", "b", "two"), None, "auto")
+
+
+def test_an_answer_that_a_limit_cut_gets_no_end_token(encoder):  # D1
+    (encoded,) = encoder.encode_conversation(chat("Hi", "Hello"), None, "auto", is_cut=True)
+    assert masked_texts(encoder, encoded) == ["Hello"]
+    assert encoder.decode(encoded.input_ids.tolist()).endswith("Hello")
+
+
 def test_reasoning_is_supervised():  # A13
     encoder = slow_encoder(THINKING)
     messages = chat("Hi", "Hello")

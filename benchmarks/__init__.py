@@ -1,0 +1,1 @@
+"""Speed, measured: each script prints its figures and writes results/NAME.json."""
