@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
@@ -339,6 +340,50 @@ def test_samples_that_are_not_finished_are_refused(config_path, tmp_path, caplog
     (tmp_path / "run" / "samples" / "manifest.json").unlink()
     assert run(config_path) == 2
     assert "has no manifest" in caplog.text and "01_prepare_data" in caplog.text
+
+
+def rewrite_samples(run_dir, change):
+    """Write samples.parquet again, as somebody else's tool might."""
+    path = run_dir / "samples" / "samples.parquet"
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def test_samples_whose_columns_allow_nulls_give_the_same_map(config_path, tmp_path):
+    run(config_path)
+    before = vm.open_vocab_mapping(tmp_path / "run")[1]
+    rewrite_samples(tmp_path / "run", lambda table: pa.table(table.to_pydict(), schema=nullable(table.schema)))
+    assert run(config_path, "--overwrite") == 0
+    after = vm.open_vocab_mapping(tmp_path / "run")[1]
+    assert torch.equal(after.token_freq, before.token_freq) and after.fingerprint == before.fingerprint
+
+
+def nullable(schema):
+    kinds = [pa.list_(f.type.value_type) if pa.types.is_list(f.type) else f.type for f in schema]
+    return pa.schema(list(zip(schema.names, kinds, strict=True)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.drop_columns("source"),
+        lambda table: table.set_column(2, "input_ids", table["input_ids"].cast(pa.list_(pa.int64()))),
+    ],
+    ids=["a column missing", "ids of 64 bits"],
+)
+def test_samples_of_other_columns_are_refused(config_path, tmp_path, caplog, change):
+    rewrite_samples(tmp_path / "run", change)
+    assert run(config_path) == 2
+    assert "samples.parquet: has columns sample_id, conversation_id, input_ids" in caplog.text
+    assert "of other names or types" in caplog.text
+
+
+def test_tokens_left_out_are_shown_as_text_most_frequent_first(config_path, tmp_path, capsys):
+    assert run(config_path, "--vocab.size", "20") == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    (_, words) = shown.split("most frequent tokens left out: ")
+    _, mapping = vm.open_vocab_mapping(tmp_path / "run")
+    first, count = vm.most_frequent_left_out(mapping, 1)[0]
+    assert words.startswith(f"'w{first}' {count}, 'w")
 
 
 def test_import_takes_a_map_made_elsewhere_in_the_older_form(config_path, tmp_path, caplog):
