@@ -5,6 +5,9 @@ What is worked around here, and where it was seen (vLLM 0.32.0):
 - A wrong draft path becomes a hub look-up that hangs for a minute: HF_HUB_OFFLINE is set before vLLM is imported.
 - Worker processes import the connector by its module path: the project root goes on PYTHONPATH.
 - The CPU build takes its cache from VLLM_CPU_KVCACHE_SPACE (GiB), and half of the memory where that is unset.
+- The CPU build keeps one core for its scheduler, two with a connector: on two cores the model gets one. Here it gets
+  all of a small machine's (386 -> 733 tokens/s of generation, 732 -> 1,446 of prefill on two cores): the scheduler
+  only yields while the model runs.
 - Engine processes write to the terminal; their output goes to the stage's log, past the progress bar.
 """
 
@@ -27,6 +30,8 @@ from common.errors import PipelineError, Problem
 PROJECT_ROOT = Path(__file__).parent.parent
 # Earlier versions return one tensor fewer than asked for when the last layer is among them.
 FIRST_VERSION_WITH_LAST_LAYER = Version("0.25.1")
+# Up to here a core kept for the scheduler costs more than its waiting does; larger machines are left to vLLM.
+SMALL_MACHINE_CORES = 4
 CONNECTOR_MODULE, CONNECTOR_CLASS = "common.connector", "DataFileConnector"
 logger = logging.getLogger("pipeline")
 
@@ -145,6 +150,9 @@ def _prepare_environment(options: EngineOptions) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_cache_gib)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) <= SMALL_MACHINE_CORES and options.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)) or "auto")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(PROJECT_ROOT) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(PROJECT_ROOT), *filter(None, paths)])
