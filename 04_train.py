@@ -278,7 +278,7 @@ def refuse_wrong_targets(config: Config, inputs: TrainInputs, head: VerifierHead
     settings = inputs.samples.manifest.settings if inputs.samples.manifest else {}
     greedy = bool(settings.get("generate.enabled")) and settings.get("generate.temperature") == 0
     with torch.no_grad():
-        found = check_targets(_check_samples(inputs), head)
+        found = check_targets(_check_samples(inputs, config.train.max_unreadable_samples), head)
     problem = target_problem(
         found,
         min_agreement=config.train.min_target_agreement if greedy else None,
@@ -294,11 +294,16 @@ def refuse_wrong_targets(config: Config, inputs: TrainInputs, head: VerifierHead
     )
 
 
-def _check_samples(inputs: TrainInputs) -> Iterator[HiddenStates]:
-    """Held-out samples first, spread evenly, then training ones."""
+def _check_samples(inputs: TrainInputs, tolerance: int) -> Iterator[HiddenStates]:
+    """Held-out samples first, spread evenly, then training ones; training itself counts those that can't be read."""
     for split in ("val", "train"):
         indices = inputs.rows(split).indices
-        yield from (inputs.states.load(i) for i in indices[:: max(1, len(indices) // 32)])
+        for index in indices[:: max(1, len(indices) // 32)]:
+            try:
+                yield inputs.states.load(index)
+            except PipelineError:
+                if not tolerance:
+                    raise
 
 
 def _counts(inputs: TrainInputs, result: TrainingResult) -> dict[str, Any]:
