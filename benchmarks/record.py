@@ -42,6 +42,10 @@ def alternating(rounds: int, *measures: Callable[[], float]) -> list[list[float]
 
 def record(name: str, claims: Sequence[Claim]) -> None:
     write_json(RESULTS_DIR / f"{name}.json", [asdict(claim) for claim in claims])
+    show(claims)
+
+
+def show(claims: Sequence[Claim]) -> None:
     for claim in claims:
         bar = f" (bar {claim.at_least})" if claim.at_least is not None else ""
         print(f"{claim.claim}: {claim.ratio}{bar}, spread {claim.spread}")
