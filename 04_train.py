@@ -156,10 +156,9 @@ def check_settings(problems: Problems, config: Config) -> None:
     if train.continue_from and not train.total_steps:
         what = "rounds need one schedule, and a round can't know how many steps the others take"
         problems.add("train.total_steps", what, "set it to the optimiser steps of all rounds, alike in each")
-    if train.fsdp and "LOCAL_RANK" not in os.environ:
-        problems.add(
-            "train.fsdp", "a single process has nothing to shard over", "start with torchrun, or set it to false"
-        )
+    if train.fsdp:
+        what = "checkpoints are written by the first rank, which under FSDP holds a part of the weights only"
+        problems.add("train.fsdp", what, "set it to false; a draft of one layer fits on each card")
     try:
         resolve_loss_config(train.loss if isinstance(train.loss, str) else json.dumps(train.loss), "eager")
     except ValueError as error:
@@ -175,7 +174,7 @@ def _winning_mapping(config: Config, mapping: VocabMapping, verifier: Verifier) 
     """The map of the earlier draft after a warm start, since its head's rows stand for those tokens."""
     if not config.train.init_from:
         return mapping
-    check_earlier_draft(config.train.init_from, config.draft)
+    check_earlier_draft(config.train.init_from, config.draft, config.extract.aux_layer_ids)
     earlier = read_earlier_mapping(config.train.init_from, verifier.vocab_size)
     if earlier.fingerprint != mapping.fingerprint:
         logger.warning(

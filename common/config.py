@@ -226,7 +226,9 @@ class TrainSection(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
         ["tensorboard"], description="speculators' metric loggers", json_schema_extra=NO_EFFECT
     )
-    fsdp: bool = Field(False, description="shard the draft over the ranks; unset: every rank holds all of it")
+    fsdp: bool = Field(
+        False, description="shard the draft over the ranks; refused so far, since saving gathers nothing"
+    )
 
 
 class ExportSection(Section):

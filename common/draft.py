@@ -11,7 +11,8 @@ with AVX512_BF16, one Llama layer of SmolLM2's size, packs of 1,024 tokens, 70% 
 - attention over a dense mask of all documents in the pack, once more as wide at every TTT step (25%), though the
   columns of later steps are diagonal.
 
-Letters: S rows of a pack, D hidden size, A aux layers, K draft vocabulary, V verifier vocabulary. Knows nothing of files, batches or the optimiser.
+Letters: S rows of a pack, D hidden size, A aux layers, K draft vocabulary, V verifier vocabulary. Knows nothing of
+batches or the optimiser.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from common.files import read_json
 from common.head_loss import HeadLoss, head_loss
 from common.ttt_rows import DOCUMENT_ATTENTION, RowPlan, document_mask, plan_rows
 from common.verifier import VerifierHead
-from common.vocab_mapping import VocabMapping
+from common.vocab_mapping import VocabMapping, check_vocab_mapping
 
 # The class that the saved config.json names; stage 5 and vLLM look for this one.
 ARCHITECTURE = "Eagle3DraftModel"
@@ -270,8 +271,7 @@ def build_draft(
     torch.manual_seed(seed)
     model = SupervisedRowsEagle3(config=config)
     model.load_vocab_mappings(mapping.t2d, mapping.d2t)
-    dtype = torch.float32 if train.fsdp else DTYPES[train.dtype]  # FSDP shards parameters of one dtype only
-    load_verifier_weights(model, weights, dtype=dtype, train_head=train.train_head)
+    load_verifier_weights(model, weights, dtype=DTYPES[train.dtype], train_head=train.train_head)
     if train.init_from:
         load_earlier_draft(model, train.init_from)
     broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
@@ -281,8 +281,8 @@ def build_draft(
     return model
 
 
-def check_earlier_draft(path: Path, draft: DraftSection) -> None:
-    """Compare an earlier draft's configuration with the draft section, without loading weights.
+def check_earlier_draft(path: Path, draft: DraftSection, aux_layer_ids: Sequence[int]) -> None:
+    """Compare an earlier draft's configuration with the draft section and the extracted layers, without its weights.
 
     Raises:
         PipelineError: it is absent, or differs in a way that would make its weights mean something else.
@@ -296,9 +296,15 @@ def check_earlier_draft(path: Path, draft: DraftSection) -> None:
         for name in sorted(fields & saved.keys())
         if saved[name] != getattr(draft, name)
     ]
-    if different:
-        fix = "make the draft section describe that draft"
-        raise PipelineError(*(Problem("train.init_from", f"{path}: {one}", fix) for one in different))
+    problems = [
+        Problem("train.init_from", f"{path}: {one}", "make the draft section describe that draft") for one in different
+    ]
+    read = config.get("eagle_aux_hidden_state_layer_ids")
+    if read is not None and list(read) != list(aux_layer_ids):
+        what = f"the states are of layers {list(aux_layer_ids)}, the draft in {path} reads {list(read)}"
+        problems.append(Problem("train.init_from", what, "set extract.aux_layer_ids to its layers and extract again"))
+    if problems:
+        raise PipelineError(*problems)
 
 
 def load_earlier_draft(model: SupervisedRowsEagle3, path: Path) -> None:
@@ -320,11 +326,21 @@ def load_earlier_draft(model: SupervisedRowsEagle3, path: Path) -> None:
 
 
 def read_earlier_mapping(path: Path, vocab_size: int) -> VocabMapping:
-    """The vocabulary map inside an earlier draft; a draft without one has the whole vocabulary."""
+    """The vocabulary map inside an earlier draft; a draft without one has the whole vocabulary.
+
+    Raises:
+        PipelineError: there is no draft, its map was dropped or is wrong, or it is of another vocabulary.
+    """
     checkpoints.check_checkpoint(path)
     saved = load_file(path / checkpoints.WEIGHTS_FILE)
     no_counts = torch.zeros(vocab_size, dtype=torch.int64)
     if "t2d" in saved and "d2t" in saved:
+        faults = check_vocab_mapping(saved["t2d"], saved["d2t"])
+        if len(saved["t2d"]) != vocab_size:
+            faults.append(f"t2d has {len(saved['t2d'])} entries, the verifier {vocab_size} tokens")
+        if faults:
+            what = f"the vocabulary map of {path} is wrong: {some(faults)}"
+            raise PipelineError(Problem("train.init_from", what, "take a draft of this verifier, as it was saved"))
         return VocabMapping(saved["t2d"], saved["d2t"], no_counts)
     if read_json(path / checkpoints.CONFIG_FILE).get("draft_vocab_size") not in (None, vocab_size):
         what = f"{path} has a reduced vocabulary and no t2d and d2t"

@@ -11,7 +11,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common import checkpoints, trainer
 from common.config import DraftSection, TrainSection
@@ -328,7 +328,31 @@ def test_a_warm_start_has_the_earlier_drafts_weights_and_map(train, tmp_path, te
 def test_a_warm_start_from_another_shape_is_refused(train, tmp_path, change, words):
     train(tmp_path / "c", num_epochs=1)
     with pytest.raises(PipelineError, match=words):
-        check_earlier_draft(tmp_path / "c" / "0", DraftSection(**(train_rig.DRAFT | change)))
+        check_earlier_draft(tmp_path / "c" / "0", DraftSection(**(train_rig.DRAFT | change)), train_rig.AUX)
+
+
+def test_a_warm_start_from_other_layers_is_refused(train, tmp_path):
+    train(tmp_path / "c", num_epochs=1)
+    draft = DraftSection(**train_rig.DRAFT)
+    with pytest.raises(PipelineError, match=r"the states are of layers \[1, 2, 4\], the draft in .* reads \[1, 2, 3\]"):
+        check_earlier_draft(tmp_path / "c" / "0", draft, [1, 2, 4])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda saved: saved | {"d2t": saved["d2t"] + saved["d2t"].new_ones(1)}, "the vocabulary map of .* is wrong"),
+        (lambda saved: saved | {"d2t": saved["d2t"].int()}, "d2t is int32"),
+        (lambda saved: saved | {"t2d": torch.cat([saved["t2d"], saved["t2d"][:1] & False])}, "t2d has 321 entries"),
+    ],
+    ids=["offsets moved", "int32", "longer vocabulary"],
+)
+def test_a_warm_start_with_a_broken_map_is_refused(train, tmp_path, change, words):
+    train(tmp_path / "c", num_epochs=1)
+    path = tmp_path / "c" / "0" / checkpoints.WEIGHTS_FILE
+    save_file(change(load_file(path)), path)
+    with pytest.raises(PipelineError, match=words):
+        read_earlier_mapping(tmp_path / "c" / "0", train_rig.VOCAB)
 
 
 # ---- packs and samples

@@ -219,7 +219,7 @@ SETTINGS = {
     ),
     "other layers": ({"extract": {"aux_layer_ids": [1, 2]}}, "extract.aux_layer_ids: [1, 2]; the stored states are of"),
     "an unknown loss": ({"train": {"loss": "hinge"}}, "train.loss:"),
-    "shards of one process": ({"train": {"fsdp": True}}, "train.fsdp:"),
+    "shards": ({"train": {"fsdp": True}}, "train.fsdp: checkpoints are written by the first rank"),
     "a round and a warm start": (
         {"train": {"init_from": "nowhere", "continue_from": "nowhere"}},
         "train.init_from: excludes train.continue_from",
