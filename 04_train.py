@@ -30,7 +30,13 @@ from speculators.losses import resolve_loss_config
 
 from common import checkpoints
 from common.config import Config
-from common.draft import build_draft, check_earlier_draft, read_earlier_mapping
+from common.draft import (
+    build_draft,
+    check_earlier_draft,
+    check_verifier_layer,
+    read_earlier_mapping,
+    start_from_verifier_layer,
+)
 from common.errors import PipelineError, Problems
 from common.files import format_bytes, format_count
 from common.hidden_states import HiddenStates, HiddenStatesDir, open_hidden_states
@@ -40,10 +46,11 @@ from common.samples import Samples, open_samples
 from common.stage import Outcome, Stage, run_stage
 from common.target_check import check_targets, target_problem
 from common.trainer import TrainingResult, start_distributed, stop_distributed, train_draft
-from common.verifier import Verifier, VerifierHead, load_head, open_verifier
+from common.verifier import Verifier, VerifierHead, load_head, load_layer, open_verifier
 from common.vocab_mapping import VocabMapping, open_vocab_mapping
 
 logger = logging.getLogger("pipeline")
+SCALE_SAMPLES = 8  # samples that say how large the aux states are
 LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 
 
@@ -95,6 +102,10 @@ def check(config: Config) -> TrainInputs:
         with problems.collect():
             own, mapping = mapping, _winning_mapping(config, mapping, verifier)
             warm_map = mapping.fingerprint != own.fingerprint
+    if verifier and config.train.init_verifier_layer is not None:
+        with problems.collect():
+            load_layer(verifier, config.train.init_verifier_layer)
+            check_verifier_layer(config.draft, verifier)
     with problems.collect():
         parents |= _round_before(problems, config, parents)
     problems.raise_if_any()
@@ -153,6 +164,9 @@ def check_settings(problems: Problems, config: Config) -> None:
         problems.add("draft.fc_norm", "excludes draft.norm_before_fc", "set one of them to false")
     if train.init_from and train.continue_from:
         problems.add("train.init_from", "excludes train.continue_from, which brings its own weights", "unset one")
+    if train.init_verifier_layer is not None and (train.init_from or train.continue_from):
+        what = "excludes train.init_from and train.continue_from, which bring their own weights"
+        problems.add("train.init_verifier_layer", what, "unset one")
     if train.continue_from and not train.total_steps:
         what = "rounds need one schedule, and a round can't know how many steps the others take"
         problems.add("train.total_steps", what, "set it to the optimiser steps of all rounds, alike in each")
@@ -254,6 +268,12 @@ def run(config: Config, inputs: TrainInputs, out_dir: Path) -> Outcome:
             aux_layer_ids=inputs.states.aux_layer_ids,
             seed=config.run.seed,
         )
+        if config.train.init_verifier_layer is not None:
+            layer = load_layer(inputs.verifier, config.train.init_verifier_layer)
+            indices = inputs.rows("train").indices[:SCALE_SAMPLES]
+            start_from_verifier_layer(
+                model, layer, head.norm, [torch.cat(inputs.states.load(i).aux, 1) for i in indices]
+            )
         del head
         result = train_draft(
             model, config.train, inputs.rows("train"), inputs.rows("val"), out_dir=out_dir, seed=config.run.seed

@@ -196,6 +196,11 @@ class TrainSection(Section):
         "bfloat16", description="arithmetic (autocast); trainable weights and the optimiser stay float32"
     )
     init_from: Path | None = Field(None, description="earlier draft to start from; its vocabulary map then wins")
+    init_verifier_layer: int | None = Field(
+        None,
+        ge=0,
+        description="decoder layer of a Llama-shaped verifier from which the draft's first layer starts; unset: random",
+    )
     continue_from: Path | None = Field(
         None, description="run directory of the round before: weights, optimiser, schedule and step count go on"
     )

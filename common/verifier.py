@@ -1,7 +1,7 @@
-"""The verifier's directory: its configuration, its tokenizer, and the three tensors that a draft needs.
+"""The verifier's directory: its configuration, its tokenizer, and the few tensors that a draft needs.
 
 Opening a verifier loads no weights. `load_head` reads embeddings, output head and final norm, and opens nothing but
-the shards that hold them: of Kimi-K2.5's 595 GB, one file. Knows nothing of vLLM or of samples.
+the shards that hold them: of Kimi-K2.5's 595 GB, one file. `load_layer` reads one decoder layer of a Llama. Knows nothing of vLLM or of samples.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.config import VerifierSection
 from common.embedded import embedded_verifier, is_embedded
-from common.errors import PipelineError, Problem, Problems
+from common.errors import PipelineError, Problem, Problems, some
 from common.files import read_json, sha256_file, sha256_json
 
 CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -30,6 +30,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "vocab
 TEXT_CONFIG_KEYS = ("text_config", "language_config", "llm_config")
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 EMBED_SUFFIX, HEAD_SUFFIX, NORM_SUFFIX = "embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+# One decoder layer in Llama's layout, by the names that the draft's own layer has too.
+LAYER_TENSORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+)
 # Of the vision part of a multimodal verifier: these names end alike and mean something else.
 VISION_PREFIXES = ("vision", "visual", "mm_", "model.vision", "model.visual")
 
@@ -59,6 +66,12 @@ class Verifier:
     @property
     def rms_norm_eps(self) -> float:
         return self.text_config.get("rms_norm_eps", 1e-6)
+
+    @property
+    def rope_theta(self) -> float | None:
+        """Where transformers 5 writes it, or where everyone wrote it before."""
+        nested = self.text_config.get("rope_parameters") or {}
+        return nested.get("rope_theta", self.text_config.get("rope_theta"))
 
     @property
     def tie_word_embeddings(self) -> bool:
@@ -256,6 +269,30 @@ def load_head(verifier: Verifier) -> VerifierHead:
     problems.raise_if_any()
     embed = tensors[EMBED_SUFFIX]
     return VerifierHead(embed, tensors.get(HEAD_SUFFIX, embed), tensors[NORM_SUFFIX], verifier.rms_norm_eps)
+
+
+def load_layer(verifier: Verifier, layer: int) -> dict[str, Tensor]:
+    """One decoder layer's tensors, named as in LAYER_TENSORS, in the dtype on disk.
+
+    Raises: PipelineError when the verifier has no such layer, or one that is not Llama's: a tensor is absent, or there
+    are more (biases, norms of queries and keys, experts), which a Llama draft could not hold.
+    """
+    where, fix = "train.init_verifier_layer", "unset it; the draft then starts from random weights"
+    if layer >= verifier.num_layers:
+        what = f"{layer}; the verifier has layers 0 to {verifier.num_layers - 1}"
+        raise PipelineError(Problem(where, what, fix))
+    files = _tensor_files(verifier.path)
+    marker = f"layers.{layer}."
+    of_layer = {
+        name.rpartition(marker)[2]: name
+        for name in files
+        if (name.startswith(marker) or f".{marker}" in name) and not name.startswith(VISION_PREFIXES)
+    }
+    of_layer.pop("self_attn.rotary_emb.inv_freq", None)  # a buffer that early exports carry
+    if different := sorted(of_layer.keys() ^ set(LAYER_TENSORS)):
+        what = f"layer {layer} of {verifier.path} is not Llama's: {some(different)}"
+        raise PipelineError(Problem(where, what, fix))
+    return {name: _read_tensor(verifier.path / files[full], full) for name, full in of_layer.items()}
 
 
 def _tensor_files(path: Path) -> dict[str, str]:

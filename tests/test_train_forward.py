@@ -10,14 +10,17 @@ from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.models.eagle3.attention import create_combined_mask_mod, extend_dense_mask_for_draft_tokens
 from torch.nn.attention.flex_attention import create_mask
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from common import ttt_rows
-from common.config import DraftSection, TrainSection
-from common.draft import build_draft
+from common.config import DraftSection, TrainSection, VerifierSection
+from common.draft import build_draft, check_verifier_layer, start_from_verifier_layer
+from common.errors import PipelineError
 from common.head_loss import HeadLoss, first_argmax, head_loss
 from common.trainer import save_draft
 from common.ttt_rows import attend_within_documents, document_mask, plan_rows
-from common.verifier import VerifierHead
+from common.verifier import LAYER_TENSORS, VerifierHead, open_verifier
 from common.vocab_mapping import VocabMapping, build_vocab_mapping
 from tests import train_rig
 
@@ -352,3 +355,101 @@ def test_yarn_reaches_the_drafts_rotary_embedding(verifier_path):
     rope = model.config.transformer_layer_config.rope_parameters
     assert rope["rope_type"] == "yarn" and rope["factor"] == 64.0 and rope["rope_theta"] == 50000.0
     assert model.rotary_emb.rope_type == "yarn"
+
+
+# ---- a start from a verifier's layer
+
+
+def verifier_layer(**changes):
+    """A decoder layer of transformers with norms that aren't all ones."""
+    shape = {k: train_rig.DRAFT[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")}
+    config = LlamaConfig(**(shape | {"intermediate_size": train_rig.DRAFT["intermediate_size"]} | changes))
+    config._attn_implementation = "eager"
+    torch.manual_seed(11)
+    layer = LlamaDecoderLayer(config, 0).eval()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.rand_like(p) + 0.5 if p.ndim == 1 else 0.2 * torch.randn_like(p))
+    return layer, config
+
+
+def rows_of_size(size, *shape):
+    rows = torch.randn(*shape, generator=torch.Generator().manual_seed(7))
+    return size * rows / rows.pow(2).mean(dim=-1, keepdim=True).sqrt()
+
+
+def start(verifier_path, **options):
+    """A draft that starts from `verifier_layer`, the layer, and aux states [2, 3, 19, D], rows of one size a layer."""
+    model = make_draft(verifier_path, **({"norm_before_residual": False} | options))
+    layer, config = verifier_layer()
+    aux = torch.stack([rows_of_size(size, 2, 19, D) for size in (1.0, 2.0, 6.0)], dim=1)
+    joined = [torch.cat(list(sample), dim=1) for sample in aux]
+    final_norm = torch.linspace(0.5, 1.5, D)
+    start_from_verifier_layer(model, layer.state_dict(), final_norm, joined)
+    return model, layer, config, aux, final_norm
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_before_fc": True, "norm_output": True}, {"fc_norm": True}])
+def test_a_draft_that_sees_no_embedding_computes_what_the_verifiers_layer_does(verifier_path, options):
+    model, layer, config, aux, final_norm = start(verifier_path, **options)
+    with torch.no_grad():
+        for name in "qkv":  # the embedding's half
+            getattr(model.layers[0].self_attn, f"{name}_proj").weight[:, :D] = 0
+        positions = torch.arange(19)[None]
+        causal = torch.full((19, 19), float("-inf")).triu(1)[None, None]
+        rotary = LlamaRotaryEmbedding(config)
+        for sample in aux:
+            state = layer(
+                sample[2][None],
+                attention_mask=causal,
+                position_ids=positions,
+                past_key_values=DynamicCache(),
+                position_embeddings=rotary(sample[2][None], positions),
+            )
+            state = state[0] if isinstance(state, tuple) else state
+            expected = state * torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * final_norm
+            documents = torch.zeros(19, dtype=torch.long)
+            plan = plan_rows(documents, torch.ones(19, dtype=torch.bool), 1, keep_all=False)
+            masks = model._masks(documents, plan, 1)
+            ids = torch.arange(19)[None]
+            out = model._unroll(torch.cat(list(sample), dim=1)[None], ids, positions, plan.later, masks)[0]
+            torch.testing.assert_close(out, expected[0] if expected.ndim == 3 else expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_embeddings_half_stays_as_it_was(verifier_path):
+    model = start(verifier_path)[0]
+    untouched = make_draft(verifier_path, norm_before_residual=False)
+    for name in "qkv":
+        started, fresh = (getattr(m.layers[0].self_attn, f"{name}_proj").weight[:, :D] for m in (model, untouched))
+        assert torch.equal(started, fresh)
+    assert torch.equal(model.layers[0].input_layernorm.weight, untouched.layers[0].input_layernorm.weight)
+
+
+def test_a_layer_of_another_size_is_refused(verifier_path):
+    model = make_draft(verifier_path, norm_before_residual=False)
+    layer = verifier_layer(intermediate_size=40)[0].state_dict()
+    with pytest.raises(PipelineError, match=r"mlp.gate_proj.weight is \[40, 32\], expected \[48, 32\]"):
+        start_from_verifier_layer(model, layer, torch.ones(D), [torch.ones(3, 3 * D)])
+    assert layer.keys() == set(LAYER_TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "draft.norm_before_residual: True; the verifier's layer has False"),
+        ({"norm_before_residual": False, "rope_theta": 5e5}, "draft.rope_theta: 500000.0; the verifier's layer has"),
+        ({"norm_before_residual": False, "head_dim": 16}, "draft.head_dim: 16; the verifier's layer has 8"),
+        (
+            {"norm_before_residual": False, "hidden_act": "gelu"},
+            "draft.hidden_act: gelu; the verifier's layer has silu",
+        ),
+    ],
+)
+def test_a_draft_whose_layer_would_mean_something_else_is_refused(verifier_path, changes, words):
+    config = json.loads((verifier_path / "config.json").read_text())
+    config |= {"intermediate_size": 48, "hidden_act": "silu", "rope_parameters": {"rope_theta": 10000.0}}
+    (verifier_path / "config.json").write_text(json.dumps(config))
+    verifier = open_verifier(VerifierSection(path=str(verifier_path)))
+    check_verifier_layer(DraftSection(**(train_rig.DRAFT | {"norm_before_residual": False})), verifier)
+    with pytest.raises(PipelineError, match=words):
+        check_verifier_layer(DraftSection(**(train_rig.DRAFT | changes)), verifier)

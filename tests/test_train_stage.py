@@ -224,6 +224,14 @@ SETTINGS = {
         {"train": {"init_from": "nowhere", "continue_from": "nowhere"}},
         "train.init_from: excludes train.continue_from",
     ),
+    "two starts": (
+        {"train": {"init_from": "nowhere", "init_verifier_layer": 1}},
+        "train.init_verifier_layer: excludes train.init_from and train.continue_from",
+    ),
+    "a layer that the verifier hasn't": (
+        {"train": {"init_verifier_layer": 4}},
+        "train.init_verifier_layer: 4; the verifier has layers 0 to 3",
+    ),
     "a round without one schedule": (
         {"train": {"continue_from": "nowhere"}},
         "train.total_steps: rounds need one schedule",

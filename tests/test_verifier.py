@@ -9,7 +9,15 @@ from safetensors.torch import load_file, save_file
 from common.config import VerifierSection
 from common.embedded import chatterbot_prompts, embedded_verifier, human_eval_prompts, mt_bench_prompts
 from common.errors import PipelineError
-from common.verifier import check_special_tokens, control_token_ids, load_head, load_tokenizer, open_verifier
+from common.verifier import (
+    LAYER_TENSORS,
+    check_special_tokens,
+    control_token_ids,
+    load_head,
+    load_layer,
+    load_tokenizer,
+    open_verifier,
+)
 
 V, D = 32, 8
 
@@ -96,6 +104,35 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     tensors["model.norm.weight"][3] = float("nan")
     with pytest.raises(PipelineError, match=r"model\.norm\.weight: holds values that are not finite"):
         load_head(make_verifier(tmp_path / "v", tensors))
+
+
+def layer_tensors(layer, prefix=""):
+    return {f"{prefix}model.layers.{layer}.{name}": torch.randn(D, D) for name in LAYER_TENSORS}
+
+
+def test_one_layer_is_read_and_no_other(tmp_path):
+    wanted = layer_tensors(1, "language_model.")
+    others = layer_tensors(0, "language_model.") | layer_tensors(1, "vision_tower.")
+    # Layers 1 and 11 begin alike.
+    tensors = tensors_of("language_model.") | others | wanted | layer_tensors(11, "language_model.")
+    layer = load_layer(make_verifier(tmp_path / "v", tensors, shards=3, num_hidden_layers=12), 1)
+    assert layer.keys() == set(LAYER_TENSORS)
+    assert all(torch.equal(layer[name], wanted[f"language_model.model.layers.1.{name}"]) for name in LAYER_TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("layer", "extra", "words"),
+    [
+        (3, {}, "3; the verifier has layers 0 to 2"),
+        (2, {}, "layer 2 of .* is not Llama's: input_layernorm.weight"),
+        (1, {"model.layers.1.self_attn.q_norm.weight": torch.ones(4)}, "is not Llama's: self_attn.q_norm.weight"),
+        (1, {"model.layers.1.self_attn.q_proj.bias": torch.ones(4)}, "is not Llama's: self_attn.q_proj.bias"),
+    ],
+)
+def test_a_layer_that_a_llama_draft_cannot_hold_is_refused(tmp_path, layer, extra, words):
+    verifier = make_verifier(tmp_path / "v", tensors_of() | layer_tensors(1) | extra)
+    with pytest.raises(PipelineError, match=words):
+        load_layer(verifier, layer)
 
 
 def test_a_directory_that_is_absent_is_refused():
