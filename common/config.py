@@ -23,8 +23,22 @@ from common.errors import PipelineError, Problem
 NO_EFFECT: dict[str, Any] = {"affects_output": False}
 # What common/engine.py passes to vLLM itself; given again, one of the two would be ignored.
 ENGINE_ARGS_OF_STAGES = frozenset(
-    "model tokenizer dtype tensor_parallel_size trust_remote_code max_model_len max_num_seqs max_num_batched_tokens seed "
-    "skip_tokenizer_init enable_prefix_caching disable_log_stats speculative_config kv_transfer_config".split()
+    [
+        "model",
+        "tokenizer",
+        "dtype",
+        "tensor_parallel_size",
+        "trust_remote_code",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "seed",
+        "skip_tokenizer_init",
+        "enable_prefix_caching",
+        "disable_log_stats",
+        "speculative_config",
+        "kv_transfer_config",
+    ]
 )
 
 
