@@ -79,7 +79,12 @@ def _open(config: Config) -> Inputs:
     if not verifier.stop_token_ids:
         what = "neither generation_config.json nor config.json names an eos_token_id"
         raise PipelineError(Problem(str(verifier.path), what, "add it: answers would never end"))
-    encoder = ChatEncoder(tokenizer, verifier.stop_token_ids, config.prepare.template_kwargs)
+    encoder = ChatEncoder(
+        tokenizer,
+        verifier.stop_token_ids,
+        config.prepare.template_kwargs,
+        supervise_empty_think=config.prepare.supervise_empty_think,
+    )
     encoder.check_template()
     return Inputs(verifier, tokenizer, encoder, {}, verifier.fingerprints)
 

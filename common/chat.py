@@ -23,6 +23,7 @@ from common.corpus import Message
 from common.errors import PipelineError, Problem
 
 SENTINEL = "\u2063sentinel\u2063"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,18 @@ class UnusableError(Exception):
 class ChatEncoder:
     """Renders and tokenises with one verifier's template. `stop_ids` end an answer."""
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        template_kwargs: dict[str, Any] | None = None,
+        *,
+        supervise_empty_think: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop_texts = [tokenizer.decode([i], skip_special_tokens=False) for i in stop_ids]
         self._template_kwargs = template_kwargs or {}
+        self._supervise_empty_think = supervise_empty_think
 
     def check_template(self) -> None:
         """Looks at what the template does with the plainest conversation, before any row is read.
@@ -113,55 +122,89 @@ class ChatEncoder:
         """Assistant turn `index`, in the context that a server would have shown.
 
         Raises: PipelineError naming the template when the turn can't be told from the prompt; UnusableError when the
-            turn is empty.
+            turn is empty, or has reasoning that the template leaves out.
         """
-        prompt = self.render(messages[:index], tools, generate=True)
-        whole = self.render(messages[: index + 1], tools, generate=False)
-        if not whole.startswith(prompt):
+        shown, message = messages[:index], messages[index]
+        prompt = self.render(shown, tools, generate=True)
+        if not (_text(message, "content") or _text(message, "reasoning_content") or message.get("tool_calls")):
+            raise UnusableError("an empty assistant turn")
+        added = self._added(shown, message, prompt, tools)
+        before, after = self._around_content(shown, message, tools, prompt, added)
+        reasoning = _text(message, "reasoning_content")
+        if not reasoning or self._shows_reasoning(shown, message, tools, prompt, added):
+            start = 0 if reasoning or self._supervise_empty_think else len(before)
+            start -= 0 if start == 0 else _leading_space(before, message.get("content") or "")
+        elif prompt.rstrip().endswith(THINK_OPEN) and before.strip() == THINK_CLOSE:
+            # The prompt opens the think tag and this rendering closes it at once: what the verifier wrote between
+            # the two is left out wherever the turn counts as history, as in Kimi-K2.5's template.
+            added, before, start = reasoning + added, reasoning + before, 0
+        else:
+            raise UnusableError("reasoning that the template leaves out")
+        stop = self._end(added, len(added) - len(after), has_calls=bool(message.get("tool_calls")))
+        return Turn(prompt, added[:start], added[start:stop], added[stop:])
+
+    def _added(self, shown: Sequence[Message], message: Message, prompt: str, tools: list[Any] | None) -> str:
+        """What rendering assistant turn `message` adds after its generation prompt.
+
+        A finished turn can change how earlier ones are shown (Kimi's template drops the reasoning of a tool chain once
+        it has been answered), so that the whole no longer begins with the prompt. The turn then stands after the
+        header that the generation prompt ends in, the last one before the turn's own text.
+
+        Raises: PipelineError naming the template when the turn can't be told from the prompt.
+        """
+        whole = self.render([*shown, message], tools, generate=False)
+        if whole.startswith(prompt):
+            return whole[len(prompt) :]
+        history = self.render(shown, tools, generate=False)
+        header = prompt[len(history) :] if prompt.startswith(history) else ""
+        marked = self.render([*shown, {**message, "content": SENTINEL, "reasoning_content": ""}], tools, generate=False)
+        at = marked.rfind(header, 0, marked.find(SENTINEL)) if header and SENTINEL in marked else -1
+        if at < 0 or whole[: at + len(header)] != marked[: at + len(header)]:
             common = len(_common_prefix(prompt, whole))
             what = "an assistant turn does not begin where its generation prompt ends: after "
             what += f"{prompt[:common][-40:]!r} it has {whole[common:][:20]!r}, the prompt {prompt[common:][:20]!r}"
             raise PipelineError(Problem("chat template", what, "set prepare.template_kwargs, or mend the template"))
-        start, stop = self._span(whole[len(prompt) :], messages[: index + 1], tools)
-        added = whole[len(prompt) :]
-        return Turn(prompt, added[:start], added[start:stop], added[stop:])
+        return whole[at + len(header) :]
 
-    def _span(self, added: str, messages: Sequence[Message], tools: list[Any] | None) -> tuple[int, int]:
-        """Start and end, in characters of what the last turn adds, of what the verifier writes."""
-        message = messages[-1]
-        content, reasoning = (message.get("content") or "").strip(), (message.get("reasoning_content") or "").strip()
-        if not (content or reasoning or message.get("tool_calls")):
-            raise UnusableError("an empty assistant turn")
-        if reasoning and reasoning not in added:
-            raise UnusableError("reasoning that the template leaves out")
-        start = content_end = 0
-        if content:
-            content_start = self._content_start(added, messages, tools, content)
-            content_end = content_start + len(content)
-            if not reasoning:
-                start = content_start - _leading_space(added[:content_start], message["content"])
-        if message.get("tool_calls"):  # calls follow the text, and hold text of their own
-            return start, max(
-                (added.rfind(stop) + len(stop) for stop in self._stop_texts if stop in added), default=len(added)
-            )
-        content_end = content_end or added.rfind(reasoning) + len(reasoning)
-        return start, self._end_after(added, content_end)
-
-    def _content_start(self, added: str, messages: Sequence[Message], tools: list[Any] | None, content: str) -> int:
-        """Where the answer's text begins in what its turn adds; a marker in its place shows it.
+    def _around_content(
+        self, shown: Sequence[Message], message: Message, tools: list[Any] | None, prompt: str, added: str
+    ) -> tuple[str, str]:
+        """What the turn adds before and after the answer's text; a marker in the text's place shows where it is.
 
         Raises: PipelineError when the template doesn't show the text.
         """
-        marked = self.render([*messages[:-1], {**messages[-1], "content": SENTINEL}], tools, generate=False)
-        prompt = self.render(messages[:-1], tools, generate=True)
-        before, found, _ = marked[len(prompt) :].partition(SENTINEL)
+        marked = self._added(shown, {**message, "content": SENTINEL}, prompt, tools)
+        before, found, _ = marked.partition(SENTINEL)
+        content = _text(message, "content")
         # White space that the template kept around the text stands between `before` and the stripped text.
         start = len(before)
-        start += len(added[start:]) - len(added[start:].lstrip())
-        if not found or not added.startswith(before) or not added.startswith(content, start):
+        start += len(added[start:]) - len(added[start:].lstrip()) if content else 0
+        if content and not (found and added.startswith(before) and added.startswith(content, start)):
             what = f"does not show the assistant's text {content[:40]!r}"
             raise PipelineError(Problem("chat template", what, "use the template the verifier was published with"))
-        return start
+        if not added.startswith(before):  # a template that shows a turn without text otherwise
+            reasoning = _text(message, "reasoning_content")
+            start = added.rfind(reasoning) + len(reasoning) if reasoning else 0
+        return added[:start], added[start + len(content) :]
+
+    def _shows_reasoning(
+        self, shown: Sequence[Message], message: Message, tools: list[Any] | None, prompt: str, added: str
+    ) -> bool:
+        """Whether the reasoning stands in the turn, by a marker again: `think` also occurs in an empty pair."""
+        marked = self._added(shown, {**message, "reasoning_content": SENTINEL}, prompt, tools)
+        before, found, _ = marked.partition(SENTINEL)
+        is_there = added.startswith(before) and added[len(before) :].lstrip().startswith(
+            _text(message, "reasoning_content")
+        )
+        return bool(found) and is_there
+
+    def _end(self, added: str, content_end: int, *, has_calls: bool) -> int:
+        """Where the written part ends: at the first stop token after the text; after calls, which hold text of their
+        own, at the last one."""
+        if not has_calls:
+            return self._end_after(added, content_end)
+        ends = (added.rfind(stop) + len(stop) for stop in self._stop_texts if stop in added[content_end:])
+        return max(ends, default=len(added))
 
     def _end_after(self, added: str, content_end: int) -> int:
         """The end of the first stop token after the text; the end of the text where none follows."""
@@ -262,6 +305,10 @@ def _borders(encoding: Any, first: int, stop: int, begin: int, end: int) -> bool
     if first >= stop:
         return False
     return encoding.token_to_chars(first)[0] == begin and encoding.token_to_chars(stop - 1)[1] == end
+
+
+def _text(message: Message, key: str) -> str:
+    return (message.get(key) or "").strip()
 
 
 def _common_prefix(one: str, other: str) -> str:

@@ -102,6 +102,11 @@ class PrepareSection(Section):
     template_kwargs: dict[str, Any] = Field(
         {}, description="passed to the chat template as a server would, e.g. {thinking: false}"
     )
+    supervise_empty_think: bool = Field(
+        False,
+        description="train on the empty think pair that a template adds to an answer without reasoning; what the "
+        "serving prompt holds never carries loss (to have it there: template_kwargs, e.g. {thinking: false})",
+    )
     near_duplicate_threshold: float = Field(
         0.8, gt=0, le=1, description="prompts with this share of word 5-grams in common count once; 1: only equal ones"
     )

@@ -110,8 +110,11 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
     if found.is_dir():
         yield from _dataset_rows(found)
     elif found.suffix == ".parquet":
+        number = 0
         for batch in pq.ParquetFile(found).iter_batches(batch_size=512):
-            yield from ((f"{path} row", row) for row in batch.to_pylist())
+            for row in batch.to_pylist():
+                yield f"{found.name} row {number}", _without_nulls(row)
+                number += 1
     elif found.suffix == ".json":
         yield from _json_rows(found)
     elif found.is_file():
@@ -153,7 +156,15 @@ def _dataset_rows(path: Path) -> Iterator[tuple[str, Any]]:
         fix = "name a directory that datasets' save_to_disk wrote, or a file"
         raise PipelineError(Problem("prepare.sources", f"{path} is no data set: {error}", fix)) from None
     parts = loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]
-    yield from ((f"{path.name} row {number}", row) for part in parts for number, row in enumerate(part))
+    rows = (row for part in parts for row in part)
+    yield from ((f"{path.name} row {number}", _without_nulls(row)) for number, row in enumerate(rows))
+
+
+def _without_nulls(value: Any) -> Any:
+    """An Arrow value without the keys that only other rows fill: there a struct has the same keys in every row."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
@@ -180,9 +191,9 @@ def to_conversation(row: Any, where: str, *, source: str) -> Conversation | Skip
     reason = _fault_of(messages)
     if reason:
         return Skipped(where, reason, source)
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        tools = json.loads(tools)
+    tools = _parsed(row.get("tools")) or None
+    if tools is not None and not isinstance(tools, list):
+        return Skipped(where, "tools that are not a list", source)
     identity = row.get("conversation_id") or row.get("id") or _hash_of(messages)
     return Conversation(messages, str(identity), source, tools, is_cut=row.get("finish_reason") == "length")
 
@@ -202,14 +213,39 @@ def _plain(message: Any) -> Message:
     """A message without empty keys, its text parts joined; columns that other rows filled are None here."""
     if not isinstance(message, Mapping):
         return {"role": None, "content": None}
-    kept = {key: value for key, value in message.items() if value is not None}
+    kept: Message = {key: value for key, value in message.items() if value is not None}
     content = kept.get("content")
     if isinstance(content, list):
         parts = [p.get("text") if isinstance(p, Mapping) and p.get("type", "text") == "text" else None for p in content]
         kept["content"] = "".join(parts) if all(isinstance(p, str) for p in parts) else None  # type: ignore[arg-type]
         if kept["content"] is None:
             kept["role"] = "not text"
-    return dict(kept)
+    if "reasoning" in kept:  # the newer of two names
+        kept.setdefault("reasoning_content", kept.pop("reasoning"))
+    calls = _parsed(kept.get("tool_calls"))
+    if calls:
+        kept["tool_calls"] = [_tool_call(call) for call in calls] if isinstance(calls, list) else calls
+    else:
+        kept.pop("tool_calls", None)
+    return kept
+
+
+def _parsed(value: Any) -> Any:
+    """A value that some data sets keep as JSON text; text that is no JSON stays as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _tool_call(call: Any) -> Any:
+    """Arguments as an object, as vLLM gives them to the template (0.32.0, `_postprocess_messages`)."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": _parsed(function.get("arguments")) or {}}}
 
 
 def _from_sharegpt(turn: Any) -> Message:
@@ -227,6 +263,8 @@ def _fault_of(messages: list[Message]) -> str | None:
         return "content that is not text"
     if any(role not in ROLES for role in roles):
         return "an unknown role"
+    if not all(_is_well_formed(message) for message in messages):
+        return "a message of another form than OpenAI's"
     turns = [role for role in roles if role != "system"]
     if not turns:
         return "only a system message"
@@ -237,6 +275,14 @@ def _fault_of(messages: list[Message]) -> str | None:
     if any(role == "user" and not _text(m).strip() for role, m in zip(roles, messages, strict=True)):
         return "an empty user turn"
     return None
+
+
+def _is_well_formed(message: Message) -> bool:
+    """Whether texts are texts and calls name a function: templates stop at anything else, or print it as Python."""
+    calls = message.get("tool_calls") or []
+    texts = (message.get("content"), message.get("reasoning_content"))
+    is_call = (isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls)
+    return all(isinstance(text, str | None) for text in texts) and isinstance(calls, list) and all(is_call)
 
 
 def _text(message: Message) -> str:

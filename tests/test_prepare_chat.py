@@ -1,5 +1,7 @@
 """The assistant mask: exact, by position, for fast and slow tokenizers. Field faults, part A."""
 
+import copy
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -47,17 +49,41 @@ def masked_texts(encoder, encoded):
     return [*texts, encoder.decode(run)] if run else texts
 
 
-def test_the_mask_is_the_answer_and_its_end_token(encoder):  # A1, A5
+def test_a1_without_generation_tags_the_mask_is_the_answer_and_its_end_token(encoder):
     (encoded,) = encoder.encode_conversation(chat("Hi", "Hello there"), None, "auto")
     assert masked_texts(encoder, encoded) == ["Hello there<|im_end|>"]
 
 
-def test_a_long_question_carries_no_loss(encoder):  # A2
+@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}"])
+@pytest.mark.parametrize("kind", ["fast", "slow"])
+def test_a5_a_template_with_generation_tags_gives_the_same_mask(kind, tag, smollm2_tokenizer):
+    end = tag.replace("generation", "endgeneration")
+    tagged = CHATML.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'assistant' %}"
+        + tag
+        + "{{ m.content }}<|im_end|>"
+        + end
+        + "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+    ).replace("\n{% endfor", "{{ '\n' }}{% endfor")
+    tokenizer = ByteTokenizer() if kind == "slow" else copy.deepcopy(smollm2_tokenizer)
+    assert tokenizer.is_fast == (kind == "fast")
+    stop = SPECIAL["<|im_end|>"] if kind == "slow" else 2
+    results = []
+    for template in (CHATML, tagged):
+        tokenizer.chat_template = template
+        results += ChatEncoder(tokenizer, [stop]).encode_conversation(chat("Hi", "one", "and", "two"), None, "auto")
+    plain, with_tags = results
+    assert with_tags.input_ids.tolist() == plain.input_ids.tolist()
+    assert with_tags.loss_mask.tolist() == plain.loss_mask.tolist()
+
+
+def test_a2_a_long_question_carries_no_loss(encoder):
     (encoded,) = encoder.encode_conversation(chat("word " * 200, "yes it is"), None, "auto")
     assert masked_texts(encoder, encoded) == ["yes it is<|im_end|>"]
 
 
-def test_a_user_turn_between_two_answers_carries_no_loss(encoder):  # A6
+def test_a6_a_user_turn_between_two_answers_carries_no_loss(encoder):
     (encoded,) = encoder.encode_conversation(chat("a", "one", "assistant one", "two"), None, "auto")
     assert masked_texts(encoder, encoded) == ["one<|im_end|>", "two<|im_end|>"]
 
@@ -75,7 +101,7 @@ def test_ids_are_those_that_a_server_is_shown(encoder):
     assert encoded.input_ids[: len(shown)].tolist() == shown
 
 
-def test_an_answer_that_starts_with_a_line_break_is_kept_whole(encoder):  # C5
+def test_c5_an_answer_that_starts_with_a_line_break_is_kept_whole(encoder):
     (encoded,) = encoder.encode_conversation(chat("Hi", "\nHello"), None, "auto")
     assert "".join(masked_texts(encoder, encoded)).endswith("Hello<|im_end|>")
 
@@ -85,12 +111,12 @@ def test_a_single_token_answer_is_supervised(encoder):
     assert int(encoded.loss_mask.sum()) == 2
 
 
-def test_an_empty_answer_is_refused_with_its_reason(encoder):  # C5
+def test_c5_an_empty_answer_is_refused_with_its_reason(encoder):
     with pytest.raises(UnusableError, match="an empty assistant turn"):
         encoder.encode_conversation(chat("Hi", "  "), None, "auto")
 
 
-def test_a_template_that_rewrites_history_gives_one_sample_a_turn():  # A8
+def test_a8_a_template_that_rewrites_history_gives_one_sample_a_turn():
     encoder = slow_encoder(THINKING)
     messages = chat("a", "one", "b", "two")
     messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "first", "second"
@@ -111,7 +137,7 @@ def test_one_sample_of_a_rewriting_template_is_refused():
         slow_encoder(THINKING).encode_conversation(messages, None, "conversation")
 
 
-def test_an_empty_think_pair_that_the_template_supplies_carries_no_loss():  # A11
+def test_a11_an_empty_think_pair_that_the_template_supplies_carries_no_loss():
     encoder = slow_encoder(THINKING)
     (encoded,) = encoder.encode_conversation(chat("Hi", "Hello"), None, "auto")
     assert masked_texts(encoder, encoded) == ["Hello<|im_end|>"]
@@ -152,18 +178,35 @@ def test_a_conversation_that_the_template_refuses_is_unusable():
         encoder.encode_conversation(chat("a", "one", "b", "two"), None, "auto")
 
 
-def test_an_answer_that_a_limit_cut_gets_no_end_token(encoder):  # D1
+def test_d1_an_answer_that_a_limit_cut_gets_no_end_token(encoder):
     (encoded,) = encoder.encode_conversation(chat("Hi", "Hello"), None, "auto", is_cut=True)
     assert masked_texts(encoder, encoded) == ["Hello"]
     assert encoder.decode(encoded.input_ids.tolist()).endswith("Hello")
 
 
-def test_reasoning_is_supervised():  # A13
+def test_a13_reasoning_is_supervised():
     encoder = slow_encoder(THINKING)
     messages = chat("Hi", "Hello")
     messages[1]["reasoning_content"] = "greet"
     (encoded,) = encoder.encode_conversation(messages, None, "auto")
     assert masked_texts(encoder, encoded) == ["<think>greet</think>Hello<|im_end|>"]
+
+
+def test_a11_the_empty_pair_can_be_supervised():
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = THINKING
+    encoder = ChatEncoder(tokenizer, [SPECIAL["<|im_end|>"]], supervise_empty_think=True)
+    (encoded,) = encoder.encode_conversation(chat("Hi", "Hello"), None, "auto")
+    assert masked_texts(encoder, encoded) == ["<think></think>Hello<|im_end|>"]
+
+
+def test_a13_ids_with_reasoning_are_those_of_the_template():
+    encoder = slow_encoder(THINKING)
+    messages = chat("Hi", "Hello")
+    messages[1]["reasoning_content"] = "greet"
+    (encoded,) = encoder.encode_conversation(messages, None, "auto")
+    whole = encoder.render(messages, None, generate=False)
+    assert encoder.decode(encoded.input_ids.tolist()) == whole.removesuffix("\n")
 
 
 def test_a_template_whose_turn_does_not_follow_its_prompt_is_named():
@@ -178,7 +221,7 @@ def test_a_template_that_hides_the_answer_is_named():
         slow_encoder(wrong).encode_conversation(chat("Hi", "Hello"), None, "auto")
 
 
-def test_cutting_can_leave_nothing_supervised(encoder):  # A17
+def test_a17_cutting_can_leave_nothing_supervised(encoder):
     (encoded,) = encoder.encode_conversation(chat("word " * 200, "yes it is"), None, "auto")
     assert int(cut(encoded, 64).loss_mask.sum()) == 0
 
@@ -200,3 +243,14 @@ def test_what_is_supervised_is_what_the_assistant_wrote(encoder, texts):
     found = [text for e in encoded for text in masked_texts(encoder, e)]
     written = [m["content"].strip() for m in messages if m["role"] == "assistant"]
     assert [text.removesuffix("<|im_end|>").strip() for text in found] == written
+
+
+def test_an_answer_that_the_tokenizer_changes_is_refused(smollm2_tokenizer):
+    """The mask is proven: what is under it is decoded and must be the answer."""
+    from tokenizers import normalizers
+
+    tokenizer = copy.deepcopy(smollm2_tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    encoder = ChatEncoder(tokenizer, [2])
+    with pytest.raises(UnusableError, match="text that the tokenizer does not give back"):
+        encoder.encode_conversation(chat("Hi", "Hello"), None, "auto")

@@ -30,15 +30,20 @@ def roles(row):
         ([{"role": "robot", "content": "x"}], "an unknown role"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "content that is not text"),
         (["x"], "an unknown role"),
+        ([{"role": "user", "content": 7}], "a message of another form than OpenAI's"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": ["f"]}],
+            "a message of another form than OpenAI's",
+        ),
     ],
 )
-def test_a_row_that_no_template_takes_is_skipped(messages, reason):  # C1
+def test_c1_a_row_that_no_template_takes_is_skipped(messages, reason):
     found = to_conversation({"messages": messages}, "row 1", source="s")
     assert isinstance(found, Skipped)
     assert found.reason == reason
 
 
-def test_tool_turns_and_null_content_are_kept():  # C2
+def test_c2_tool_turns_and_null_content_are_kept():
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     row = {
         "messages": [
@@ -52,7 +57,38 @@ def test_tool_turns_and_null_content_are_kept():  # C2
     assert roles(row) == ["system", "user", "assistant", "tool", "assistant"]
 
 
-def test_a_broken_file_is_read_line_by_line(tmp_path):  # C4
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
+def test_arguments_of_a_call_are_an_object_as_a_server_makes_them(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    row = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]}]}
+    (made,) = to_conversation(row, "row", source="s").messages[1]["tool_calls"]
+    assert made["function"]["arguments"] == {"city": "Rome"}
+
+
+def test_reasoning_has_two_names():
+    row = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "reasoning": "r"}]}
+    assert to_conversation(row, "row", source="s").messages[1]["reasoning_content"] == "r"
+
+
+def test_tools_that_are_no_list_skip_their_row():
+    row = {"messages": [{"role": "user", "content": "u"}], "tools": "not [json"}
+    assert to_conversation(row, "row", source="s").reason == "tools that are not a list"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "directory"])
+def test_keys_that_only_other_rows_fill_are_not_there(tmp_path, kind):
+    def row(**arguments):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": calls}]}
+
+    path = tmp_path / f"rows.{kind}"
+    made = datasets.Dataset.from_list([row(city="Rome"), row(day=3)])
+    made.to_parquet(path) if kind == "parquet" else made.save_to_disk(str(path))
+    found = [c.messages[1]["tool_calls"][0]["function"]["arguments"] for c in read(path)]
+    assert found == [{"city": "Rome"}, {"day": 3}]
+
+
+def test_c4_a_broken_file_is_read_line_by_line(tmp_path):
     path = tmp_path / "rows.txt"
     path.write_bytes('\ufeff{"prompt": "one"}\r\n\r\n{"prompt": "two"}\n{"prompt": "thr'.encode())
     found = read(path)
@@ -60,7 +96,7 @@ def test_a_broken_file_is_read_line_by_line(tmp_path):  # C4
     assert [(s.where, s.reason) for s in found if isinstance(s, Skipped)] == [("rows.txt line 4", "not JSON")]
 
 
-def test_an_empty_file_is_refused(tmp_path):  # C4
+def test_c4_an_empty_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").touch()
     with pytest.raises(PipelineError, match=r"a\.jsonl is empty"):
         check_source(str(tmp_path / "a.jsonl"))
@@ -71,7 +107,7 @@ def test_an_absent_file_is_refused():
         check_source("./absent.jsonl")
 
 
-def test_text_parts_are_joined():  # C5
+def test_c5_text_parts_are_joined():
     row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}
     assert to_conversation(row, "row", source="s").messages[0]["content"] == "ab"
 

@@ -92,21 +92,59 @@ def test_a_held_out_prompt_is_not_trained_on(run):
     assert [row["reason"] for row in dropped(run)] == ["a held-out prompt"]
 
 
-def test_rows_with_few_supervised_tokens_are_dropped_at_the_threshold(run):  # A18
-    answers = ["a", "a b", "a b c d e f g h i j"]
-    rows = [{"messages": say(f"question number {i}?", answer)} for i, answer in enumerate(answers)]
-    assert run(rows, "--prepare.min_supervised_tokens", "3") == 0
-    kept = [sample.num_supervised for sample in open_samples(run.dir)]
-    assert kept == [3, 11]  # with the end token each
+def test_a18_rows_with_few_supervised_tokens_are_dropped_at_the_threshold(run):
+    """0, 1, 2 and 50 supervised tokens after cutting to 128, the end token among them."""
+    rows = [
+        {"messages": say("long " * 200, "cut away")},
+        {"messages": say("one is left? " + "a " * 92, "b c d")},
+        {"messages": say("two?", "b")},
+        {"messages": say("fifty?", "b" + " c" * 48)},
+    ]
+    assert run(rows, "--prepare.min_supervised_tokens", "1") == 0
+    assert [sample.num_supervised for sample in open_samples(run.dir)] == [1, 2, 50]
+    assert run(rows, "--prepare.min_supervised_tokens", "2", "--overwrite") == 0
+    assert [sample.num_supervised for sample in open_samples(run.dir)] == [2, 50]
+    assert [row["reason"] for row in dropped(run)] == ["too few supervised tokens"] * 2
+
+
+def test_a17_a_question_that_fills_the_sample_is_dropped_with_a_count(run):
+    rows = [{"messages": say("word " * 200, "five words of an answer")}, {"messages": say("short?", "yes")}]
+    assert run(rows, "--prepare.max_tokens", "64") == 0
+    counts = json.loads((run.dir / "samples" / "manifest.json").read_text())["counts"]
+    assert counts["dropped_reasons"] == {"too few supervised tokens": 1}
+    assert all(sample.num_supervised for sample in open_samples(run.dir))
+
+
+def test_a1_the_share_of_supervised_tokens_is_printed(run, caplog):
+    assert run([{"messages": say("a question?", "an answer")}]) == 0
+    (sample,) = open_samples(run.dir)
+    assert f"{100 * sample.num_supervised / sample.num_tokens:.1f}% of the tokens are supervised" in caplog.text
+
+
+def test_c1_no_row_of_a_broken_form_ends_the_run(run):
+    messages = [[], [{"role": "system", "content": "x"}], [{"role": "assistant", "content": "x"}], say("a")[:1] * 2]
+    assert run([{"messages": m} for m in messages] + [{"messages": say("a question?", "an answer")}]) == 0
+    assert len(open_samples(run.dir)) == 1
+    assert len(dropped(run)) == 4
+
+
+def test_c4_a_file_of_another_name_is_read_line_by_line(run, tmp_path):
+    content = (
+        "\ufeff" + json.dumps({"messages": say("one?", "1")}) + "\r\n\r\n" + json.dumps({"messages": say("two?", "2")})
+    )
+    (tmp_path / "rows.dat").write_bytes((content + '\n{"messages": [{"ro').encode())
+    assert run([], "--prepare.sources", json.dumps([{"path": str(tmp_path / "rows.dat")}])) == 0
+    assert len(open_samples(run.dir)) == 2
+    assert dropped(run) == [{"reason": "not JSON", "row": "rows.dat line 4", "source": "rows.dat"}]
 
 
 @pytest.mark.parametrize("threshold", ["0", "-1"])
-def test_a_threshold_that_keeps_empty_samples_is_refused(run, threshold, caplog):  # A18
+def test_a18_a_threshold_that_keeps_empty_samples_is_refused(run, threshold, caplog):
     assert run([], "--prepare.min_supervised_tokens", threshold) == 2
     assert "prepare.min_supervised_tokens: Input should be greater than or equal to 1" in caplog.text
 
 
-def test_an_answer_that_was_cut_is_counted_and_gets_no_end(run, smollm2_tokenizer):  # D1
+def test_d1_an_answer_that_was_cut_is_counted_and_gets_no_end(run, smollm2_tokenizer):
     assert run([{"messages": say("a question?", "half an ans"), "finish_reason": "length"}]) == 0
     (sample,) = open_samples(run.dir)
     assert smollm2_tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()) == "half an ans"
@@ -114,7 +152,7 @@ def test_an_answer_that_was_cut_is_counted_and_gets_no_end(run, smollm2_tokenize
     assert record["counts"]["cut_answers"] == 1
 
 
-def test_a_source_without_a_usable_row_is_refused(run, caplog):  # C4
+def test_c4_a_source_without_a_usable_row_is_refused(run, caplog):
     assert run([{"nothing": 1}]) == 2
     assert "no row gave a sample: {'no messages, conversations or prompt': 1}" in caplog.text
 
