@@ -357,6 +357,33 @@ def test_yarn_reaches_the_drafts_rotary_embedding(verifier_path):
     assert model.rotary_emb.rope_type == "yarn"
 
 
+# ---- targets outside the draft vocabulary
+
+
+def test_a_target_outside_the_draft_vocabulary_counts_by_the_rest_of_the_verifiers_distribution(verifier_path):
+    """The rule, worked out from the verifier's whole distribution: what the draft can't say is left out of it."""
+    model = make_draft(verifier_path)
+    batch = make_batch(lengths=(40,), padding=0)
+    value, _, _ = step(model, batch, ttt_steps=1, decay=1.0)
+    supervised = batch["loss_mask"][0]
+    text, last = train_rig.make_text(1), batch["verifier_last_hidden_states"][0]
+    normed = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + 1e-6) * text.norm.float()
+    whole = (normed @ text.head.float().T).softmax(dim=-1)
+    t2d = model.t2d
+    outside = ~t2d[whole.argmax(dim=-1)] & supervised
+    assert 5 < outside.sum() < supervised.sum() - 5
+    target = whole[:, t2d] / whole[:, t2d].sum(dim=-1, keepdim=True)
+    with torch.no_grad():
+        plan = plan_rows(batch["document_ids"][0], supervised, 1, keep_all=False)
+        masks = model._masks(batch["document_ids"][0], plan, 1)
+        hidden = model._unroll(batch["hidden_states"], batch["input_ids"], batch["position_ids"], plan.later, masks)[0]
+        draft = (hidden @ model.lm_head.weight.T).log_softmax(dim=-1)
+    by_row = (target * (target.log() - draft)).sum(dim=-1)
+    assert value == pytest.approx(float(by_row[supervised].mean()), rel=1e-4)
+    without = float(by_row[supervised & ~outside].mean())
+    assert abs(value - without) > 1e-3 * value  # leaving those rows out would be another loss
+
+
 # ---- a start from a verifier's layer
 
 
