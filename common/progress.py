@@ -5,6 +5,8 @@ RUN_DIR/logs/NAME.progress.json   the latest counts, replaced every few seconds,
 
 import json
 import logging
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -34,16 +36,21 @@ def read_progress(out_dir: Path) -> dict[str, Any] | None:
 
 
 class Progress:
-    """Counts work of one stage. `start` is what an earlier run did already: it counts, but not for the rate."""
+    """Counts work of one stage.
 
-    def __init__(self, out_dir: Path, *, total: int, desc: str, unit: str, start: int = 0) -> None:
+    start: what an earlier run did already; it counts, but not for the rate.
+    shown: false in all ranks but one, which neither print nor write.
+    """
+
+    def __init__(self, out_dir: Path, *, total: int, desc: str, unit: str, start: int = 0, shown: bool = True) -> None:
+        self._shown = shown
         self._path = progress_path(out_dir)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._desc, self._unit, self._total, self._start, self._done = desc, unit, total, start, start
         self._fields: dict[str, Any] = {}
         self._began = self._last_line = time.monotonic()
         self._last_file = 0.0
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = shown and sys.stderr.isatty()
         self._bar = tqdm(total=total, initial=start, desc=desc, unit=f" {unit}", disable=not self._is_terminal)
 
     def update(self, amount: int = 1, **fields: Any) -> None:
@@ -54,7 +61,7 @@ class Progress:
         now = time.monotonic()
         if now - self._last_file >= FILE_SECONDS:
             self._write(now)
-        if not self._is_terminal and now - self._last_line >= LINE_SECONDS:
+        if self._shown and not self._is_terminal and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             logger.info("%s", self._line(now))
 
@@ -70,6 +77,8 @@ class Progress:
 
     def _write(self, now: float) -> None:
         self._last_file = now
+        if not self._shown:
+            return
         record = {
             "desc": self._desc,
             "unit": self._unit,
@@ -79,7 +88,8 @@ class Progress:
             "time": time.time(),
             **self._fields,
         }
-        temporary = self._path.with_suffix(".json.tmp")
+        # Shards of an extraction may share the file: with one name, one would take the other's away before its rename.
+        temporary = self._path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
         temporary.write_text(json.dumps(record), encoding="utf-8")
         temporary.replace(self._path)  # no fsync: a lost line of progress harms nobody
 

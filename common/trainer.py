@@ -548,7 +548,10 @@ def train_draft(
     log = TrainingLog(out_dir / checkpoints.LOG_FILE, plan.start) if topology.get_rank() == 0 else None
     before = plan.start.tokens if plan.source is None or plan.source.parent != out_dir else 0
     expected = before + plan.num_epochs * sum(min(n, settings.max_tokens_per_batch) for n in train.lengths)
-    with Progress(out_dir, total=expected, desc="training", unit="tokens", start=plan.start.tokens) as progress:
+    done = plan.start.tokens
+    with Progress(
+        out_dir, total=expected, desc="training", unit="tokens", start=done, shown=log is not None
+    ) as progress:
         reporter = Reporter(log, progress, plan.start)
         trainer = DraftTrainer(
             model,

@@ -180,6 +180,39 @@ def test_a_run_ended_by_sigterm_and_by_sigkill_has_the_weights_of_one_that_was_n
     assert steps == list(range(1, read_manifest(whole / "checkpoints").counts["steps"] + 1))
 
 
+# ---- several processes
+
+
+def torchrun(ready, run_dir, *flags):
+    """Stage 4 in two processes with gloo: (exit status, stderr)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "04_train.py"), "--config", str(ready), "--run.dir", str(run_dir), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_process_with_twice_the_accumulation_does(ready, finished, tmp_path):
+    for name in ("ranks", "alone"):
+        (tmp_path / name).mkdir()
+    ranks, alone = link(ready, tmp_path / "ranks"), link(ready, tmp_path / "alone")
+    status, stderr = torchrun(ready, ranks)
+    assert status == 0, stderr[-3000:]
+    assert run(ready, alone, "--train.accumulation", "2") == 0
+    of_ranks, of_one = weights(ranks), weights(alone)
+    assert of_ranks.keys() == of_one.keys()
+    for name, weight in of_one.items():
+        torch.testing.assert_close(of_ranks[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    other = weights(finished)  # the same without accumulation
+    assert any((other[name] - weight).abs().max() > 1e-3 for name, weight in of_one.items())
+    counts = [read_manifest(run_dir / "checkpoints").counts for run_dir in (ranks, alone)]
+    assert counts[0]["steps"] == counts[1]["steps"] and counts[0]["tokens"] == counts[1]["tokens"]
+    assert counts[0]["acceptance_length"] == pytest.approx(counts[1]["acceptance_length"], abs=1e-3)
+    lines = (ranks / "checkpoints" / checkpoints.LOG_FILE).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if "step" in line] == list(range(1, counts[0]["steps"] + 1))
+
+
 # ---- refusals
 
 
