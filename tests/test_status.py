@@ -14,6 +14,7 @@ import pytest
 from common import status
 from common.files import write_json
 from common.manifest import Identity, Manifest, OutputFile, RunState, now, write_manifest
+from common.progress import Progress, read_progress
 
 ROOT = Path(__file__).parent.parent
 
