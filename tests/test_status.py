@@ -110,9 +110,9 @@ def test_a_directory_that_is_absent_is_named():
 
 
 def test_one_of_several_processes_reports_progress_and_none_leaves_a_file_behind(tmp_path):
-    with Progress(tmp_path / "checkpoints", total=4, desc="training", unit="tokens") as shown:
-        with Progress(tmp_path / "checkpoints", total=4, desc="training", unit="tokens", shown=False) as hidden:
-            hidden.update(1)
-        shown.update(3)
+    with Progress(tmp_path / "checkpoints", total=4, desc="training", unit="tokens", shown=False) as hidden:
+        hidden.update(1)
+        with Progress(tmp_path / "checkpoints", total=4, desc="training", unit="tokens") as shown:
+            shown.update(3)
     assert read_progress(tmp_path / "checkpoints")["done"] == 3
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["checkpoints.progress.json"]
