@@ -26,7 +26,7 @@ from common import hidden_states as states
 from common.config import Config, Invocation
 from common.errors import PipelineError, Problem, Problems, some
 from common.files import format_bytes, format_count, format_duration, free_bytes
-from common.hidden_states import FAULTS_NAME, LedgerEntry
+from common.hidden_states import LedgerEntry
 from common.manifest import MANIFEST_NAME, Manifest
 from common.progress import Progress, read_progress
 from common.samples import Samples, open_samples
@@ -120,7 +120,7 @@ def run(config: Config, inputs: Inputs, out_dir: Path) -> Outcome:
     done = find_done(out_dir, ledger, inputs.samples)
     todo = [i for i in mine if i not in done]
     if todo:
-        (out_dir / FAULTS_NAME).unlink(missing_ok=True)
+        states.faults_path(ledger).unlink(missing_ok=True)
         states.write_sorted_ledger(ledger, done.values())
         logger.info("%s of %s samples are done, extracting %s", len(done), len(mine), len(todo))
         _check_space(config, inputs, out_dir, todo)
@@ -279,10 +279,9 @@ class Watch:
         yield from (LedgerEntry(**json.loads(line)) for line in whole.splitlines())
 
     def _raise_faults(self) -> None:
-        path = self.out_dir / FAULTS_NAME
-        if not path.exists():
+        faults = states.read_faults(states.faults_path(self.ledger))
+        if not faults:
             return
-        faults = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         kinds = {fault["kind"] for fault in faults}
         fix = "free some space, then run the same command: it resumes" if "disk_full" in kinds else ""
         fix = fix or "nothing of these samples was written; check the verifier and the version of vLLM"

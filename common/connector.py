@@ -1,18 +1,11 @@
-"""The part that runs inside vLLM's worker: writes each sample's `data_N.pt` once, checked, by rename.
+"""The part that runs inside vLLM's worker: hands each finished request's states to the artifact's writer, once.
 
 A subclass of vLLM's hidden-states connector, loaded by module path. Only tensor-parallel rank 0 writes. What it
 changes (vLLM 0.32.0): the stock class writes safetensors under the request's name, needs CUDA streams and pinned
-memory, and reports a failed write to its own log only.
-
-The worker opens samples.parquet itself: the loss mask comes from there, and the ids that the engine computed are
-compared with the sample's own. Each finished file becomes a line of the ledger, each fault a line of `.faults.jsonl`.
+memory, and reports a failed write to its own log only. What is written, checked and reported is
+`common.hidden_states.StatesWriter`'s business.
 """
 
-import errno
-import json
-import os
-import re
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-from common.files import fsync_path
-from common.hidden_states import FAULTS_NAME, Ledger, LedgerEntry, encode, find_faults
-from common.samples import Samples
-
-_INDEX = re.compile(r"data_(\d+)\.pt$")
+from common.hidden_states import StatesWriter
 
 
 class _Done:
@@ -47,12 +36,14 @@ class DataFileConnector(ExampleHiddenStatesConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settings = self._kv_transfer_config.get_from_extra_config
-        self._samples_path = Path(settings("samples_path", ""))
-        self._ledger_path = Path(settings("ledger_path", ""))
-        self._storage_dtype = settings("storage_dtype", "bfloat16")
-        self._lock = threading.Lock()
-        self._samples: Samples | None = None
-        self._ledger: Ledger | None = None
+        asked = vllm_config.speculative_config.draft_model_config.hf_config
+        self._writer = StatesWriter(
+            Path(settings("samples_path", "")),
+            Path(settings("ledger_path", "")),
+            layer_ids=asked.eagle_aux_hidden_state_layer_ids,
+            hidden_size=vllm_config.model_config.get_hidden_size(),
+            dtype=settings("storage_dtype", "bfloat16"),
+        )
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         if self._kv_cache is None or self._kv_cache.device.type != "cpu":
@@ -74,78 +65,4 @@ class DataFileConnector(ExampleHiddenStatesConnector):
     def _write_tensors(self, tensors: dict[str, Tensor], event: Any, filename: str, _lock_fd: int | None) -> None:  # type: ignore[override]
         """Runs in a writer thread, once for each sample. States arrive as [T, A + 1, D]."""
         event.synchronize()
-        path = Path(filename)
-        try:
-            entry, content = self._encode(path, tensors["hidden_states"], tensors["token_ids"])
-            write_whole(path, content)
-            with self._lock:
-                self._open_ledger().add(entry)
-        except OSError as error:
-            kind = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "write"
-            self._report(path, kind, str(error))
-        except _FaultError as error:
-            self._report(path, "states", str(error))
-        except Exception as error:
-            self._report(path, "bug", repr(error))
-            raise
-
-    def _encode(self, path: Path, states: Tensor, token_ids: Tensor) -> tuple[LedgerEntry, bytes]:
-        found = _INDEX.search(path.name)
-        if found is None:
-            raise _FaultError(f"{path.name} is not the name of a sample's file")
-        index = int(found[1])
-        with self._lock:
-            sample = self._open_samples()[index]
-        expected = torch.from_numpy(sample.input_ids.astype("int64"))
-        faults = find_faults(
-            states,
-            token_ids.long(),
-            expected_ids=expected,
-            num_slots=self.num_hidden_states,
-            hidden_size=states.shape[-1],
-        )
-        if faults:
-            raise _FaultError("; ".join(faults))
-        slots = [states[:, slot].contiguous() for slot in range(states.shape[1])]
-        content = encode(expected, torch.from_numpy(sample.loss_mask.copy()), slots, self._storage_dtype)
-        digest = _sha256(content)
-        return LedgerEntry(index, sample.sample_id, len(expected), len(content), digest), content
-
-    def _open_samples(self) -> Samples:
-        if self._samples is None:
-            self._samples = Samples(self._samples_path, manifest=None)  # the stage has checked it
-        return self._samples
-
-    def _open_ledger(self) -> Ledger:
-        if self._ledger is None:
-            self._ledger = Ledger(self._ledger_path)
-        return self._ledger
-
-    def _report(self, path: Path, kind: str, what: str) -> None:
-        line = json.dumps({"file": path.name, "kind": kind, "what": what}) + "\n"
-        with self._lock, (path.parent / FAULTS_NAME).open("a", encoding="utf-8") as file:
-            file.write(line)
-
-
-class _FaultError(Exception):
-    """The states of one sample are not what they should be."""
-
-
-def _sha256(content: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(content).hexdigest()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes to `.data_N.pt.tmp`, fsyncs, renames. On an error, such as a full disk, nothing is left."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        fsync_path(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+        self._writer.write(Path(filename), tensors["hidden_states"], tensors["token_ids"])

@@ -213,8 +213,23 @@ def stream_requests(llm: Any, requests: Iterable[EngineRequest], *, max_in_fligh
     """Yields (key, RequestOutput) as requests finish, whatever their order; only `max_in_flight` are held.
 
     Keys must be unique. The output of a request is found by its key, never by its position (field fault E1).
+
+    Raises: PipelineError when the engine's process has ended, killed for its memory for instance.
     """
-    engine = llm.llm_engine
+    try:
+        yield from _stream(llm.llm_engine, requests, max_in_flight)
+    except Exception as error:
+        from vllm.v1.engine.exceptions import EngineDeadError  # by now it is imported, unless a test stands in for it
+
+        if not isinstance(error, EngineDeadError):
+            raise
+        what = "its process ended while requests were running; its last words are in logs/*.vllm.log under run.dir"
+        fix = "run the same command again, it goes on with what is missing; if memory ran out, lower max_num_seqs or"
+        fix += " max_num_batched_tokens"
+        raise PipelineError(Problem("vLLM", what, fix)) from error
+
+
+def _stream(engine: Any, requests: Iterable[EngineRequest], max_in_flight: int) -> Iterator[tuple[str, Any]]:
     waiting = iter(requests)
     in_flight: set[str] = set()
     exhausted = False

@@ -4,6 +4,7 @@
         data_0.pt ... data_{N-1}.pt   input_ids int64 [T], loss_mask bool [T], hidden_states: A + 1 tensors [T, D]
         ledger.jsonl                  one object a sample: index, sample_id, tokens, bytes, sha256
         ledger.2-of-8.jsonl           the same while several hosts share the work, until --merge
+        .faults.jsonl                 what the worker could not write, until the next run; .faults.2-of-8.jsonl
         manifest.json                 written last
 
 The aux layers stand in the order of `extract.aux_layer_ids`, the last hidden state (before the final norm) at the
@@ -11,8 +12,14 @@ end. FP8 storage adds `scales`: A + 1 float32 tensors [T, 1]; the state is value
 speculators' sample files use. A sample is done when the ledger says so; a file alone means nothing.
 """
 
+import errno
+import hashlib
 import io
 import json
+import os
+import re
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +31,20 @@ from torch import Tensor
 from common.errors import PipelineError, Problem
 from common.files import fsync_path, sha256_file, write_text
 from common.manifest import Manifest, read_manifest
+from common.samples import Samples
 
 DIR_NAME = "hidden_states"
 LEDGER_NAME = "ledger.jsonl"
-FAULTS_NAME = ".faults.jsonl"  # what the worker could not write
-OWNED = ("data_*.pt", ".data_*.tmp", "ledger*.jsonl", FAULTS_NAME)
+OWNED = ("data_*.pt", ".data_*.tmp", "ledger*.jsonl", ".faults*.jsonl")
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+# Root mean square of a layer's states. Verifiers lie between 0.01 (embeddings) and some hundreds (last layers); what
+# lies outside is memory that nothing was written to, or weights that were not loaded.
+MIN_RMS, MAX_RMS = 1e-5, 1e6
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FAULT_TRIES, FAULT_PAUSE_SECONDS = 20, 0.25
+
+_INDEX = re.compile(r"data_(\d+)\.pt$")
 
 
 @dataclass(frozen=True)
@@ -112,20 +126,33 @@ def find_faults(
     """
     shape = [len(expected_ids), num_slots, hidden_size]
     if not torch.equal(token_ids, expected_ids):
-        return [f"the engine computed {len(token_ids)} ids, not the {len(expected_ids)} of this sample"]
+        return [_id_fault(token_ids, expected_ids)]
     if list(states.shape) != shape:
         return [f"states are {list(states.shape)}, expected {shape} (tokens, layers, hidden size)"]
-    faults = []
     # One reduction a slot in float32 keeps memory at one slot; a NaN or an infinity survives the sum of squares.
     norms = torch.stack([states[:, slot].float().pow(2).sum(dim=-1) for slot in range(num_slots)], dim=1)
     if not torch.isfinite(norms).all():
         row, slot = (int(i) for i in (~torch.isfinite(norms)).nonzero()[0])
-        faults.append(f"a state that is not finite at token {row}, slot {slot}")
-    elif bool((norms == 0).any()):
+        return [f"a state that is not finite at token {row}, slot {slot}"]
+    if bool((norms == 0).any()):
         row, slot = (int(i) for i in (norms == 0).nonzero()[0])
-        faults.append(f"a state of zeros at token {row}, slot {slot}")
-    twice = [slot for slot in range(1, num_slots) if torch.equal(states[:, slot], states[:, slot - 1])]
-    return faults + [f"slots {slot - 1} and {slot} hold the same states, so a layer is there twice" for slot in twice]
+        return [f"a state of zeros at token {row}, slot {slot}"]
+    sizes = (norms.mean(dim=0) / hidden_size).sqrt().tolist()
+    faults = [
+        f"slot {slot} has a root mean square of {size:.3g}, outside {MIN_RMS:g} to {MAX_RMS:g}"
+        for slot, size in enumerate(sizes)
+        if not MIN_RMS <= size <= MAX_RMS
+    ]
+    alike = [(a, b) for b in range(num_slots) for a in range(b) if torch.equal(norms[:, a], norms[:, b])]
+    twice = [(a, b) for a, b in alike if torch.equal(states[:, a], states[:, b])]
+    return faults + [f"slots {a} and {b} hold the same states, so a layer is there twice" for a, b in twice]
+
+
+def _id_fault(token_ids: Tensor, expected_ids: Tensor) -> str:
+    if len(token_ids) != len(expected_ids):
+        return f"the engine computed {len(token_ids)} ids, not the {len(expected_ids)} of this sample"
+    row = int((token_ids != expected_ids).nonzero()[0])
+    return f"the engine computed id {int(token_ids[row])} at token {row}, this sample has {int(expected_ids[row])}"
 
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
@@ -134,6 +161,11 @@ def find_faults(
 def ledger_path(out_dir: Path, shard: tuple[int, int] = (1, 1)) -> Path:
     part, parts = shard
     return out_dir / (LEDGER_NAME if parts == 1 else f"ledger.{part}-of-{parts}.jsonl")
+
+
+def faults_path(ledger: Path) -> Path:
+    """`.faults.jsonl`, or `.faults.2-of-8.jsonl`: one for each ledger, so that hosts don't stop each other."""
+    return ledger.with_name("." + ledger.name.replace("ledger", "faults"))
 
 
 def read_ledger(path: Path) -> dict[int, LedgerEntry]:
@@ -201,6 +233,148 @@ def is_intact(out_dir: Path, entry: LedgerEntry, *, deep: bool) -> bool:
     except FileNotFoundError:
         return False
     return not deep or sha256_file(path) == entry.sha256
+
+
+# ---- writing in the worker -------------------------------------------------------------------------------------------
+
+
+class StatesWriter:
+    """Writes `data_N.pt` files into one directory, each checked first, then one ledger line. Safe in threads.
+
+    The loss mask and the ids that the engine must have computed come from samples.parquet itself. A fault becomes a
+    line of `.faults.jsonl`, which the stage raises; after the first one nothing more is written.
+
+    Args:
+        layer_ids: what the engine returns, in its order; the stage asked for them ascending, the last layer at the end.
+        hidden_size: of the verifier's configuration.
+        dtype: storage, `bfloat16` or `float8_e4m3fn`.
+    """
+
+    def __init__(
+        self, samples_path: Path, ledger_path: Path, *, layer_ids: Sequence[int], hidden_size: int, dtype: str
+    ) -> None:
+        self._samples_path, self._ledger_path = samples_path, ledger_path
+        self._layer_ids, self._hidden_size, self._dtype = list(layer_ids), hidden_size, dtype
+        self._lock = threading.Lock()
+        self._has_failed = False
+        self._samples: Samples | None = None
+        self._ledger: Ledger | None = None
+
+    def write(self, path: Path, states: Tensor, token_ids: Tensor) -> None:
+        """Writes one sample, or reports why not.
+
+        Args:
+            path: .../data_N.pt. states: [T, A + 1, D] as the engine returns them. token_ids: [T], what it computed.
+
+        Raises: anything that is neither a full disk, a failed write nor a wrong state, after it was reported.
+        """
+        if self._has_failed:
+            return
+        try:
+            entry, content = self._encode(path, states, token_ids)
+            write_whole(path, content)
+            with self._lock:
+                self._open_ledger().add(entry)
+        except OSError as error:
+            self._report(path, "disk_full" if error.errno in FULL else "write", str(error))
+        except _FaultError as error:
+            self._report(path, "states", str(error))
+        except Exception as error:
+            self._report(path, "bug", repr(error))
+            raise
+
+    def _encode(self, path: Path, states: Tensor, token_ids: Tensor) -> tuple[LedgerEntry, bytes]:
+        found = _INDEX.search(path.name)
+        if found is None:
+            raise _FaultError(f"{path.name} is not the name of a sample's file")
+        index = int(found[1])
+        with self._lock:
+            samples = self._open_samples()
+            if index >= len(samples):
+                raise _FaultError(f"there are only {len(samples)} samples in {self._samples_path}")
+            sample = samples[index]
+        if self._layer_ids != sorted(set(self._layer_ids)):
+            raise _FaultError(f"the engine returns layers {self._layer_ids}, which is not their order in the verifier")
+        expected = torch.from_numpy(sample.input_ids.astype("int64"))
+        faults = find_faults(
+            states,
+            token_ids.long(),
+            expected_ids=expected,
+            num_slots=len(self._layer_ids),
+            hidden_size=self._hidden_size,
+        )
+        if faults:
+            raise _FaultError("; ".join(faults))
+        slots = [states[:, slot].contiguous() for slot in range(states.shape[1])]
+        content = encode(expected, torch.from_numpy(sample.loss_mask.copy()), slots, self._dtype)
+        digest = hashlib.sha256(content).hexdigest()
+        return LedgerEntry(index, sample.sample_id, len(expected), len(content), digest), content
+
+    def _open_samples(self) -> Samples:
+        if self._samples is None:
+            self._samples = Samples(self._samples_path, manifest=None)  # the stage has checked it
+        return self._samples
+
+    def _open_ledger(self) -> Ledger:
+        if self._ledger is None:
+            self._ledger = Ledger(self._ledger_path)
+        return self._ledger
+
+    def _report(self, path: Path, kind: str, what: str) -> None:
+        self._has_failed = True
+        line = json.dumps({"file": path.name, "kind": kind, "what": what}) + "\n"
+        with self._lock:
+            append_fault(faults_path(self._ledger_path), line)
+
+
+class _FaultError(Exception):
+    """The states of one sample are not what they should be."""
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes to `.data_N.pt.tmp`, fsyncs, renames. On an error, such as a full disk, nothing is left."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_fault(path: Path, line: str) -> None:
+    """Appends a line, whole or not at all. On a full disk it waits for the space that other partial files give back.
+
+    Raises: OSError when there is no room for it after some seconds.
+    """
+    for attempt in range(1, FAULT_TRIES + 1):
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        except OSError as error:
+            if path.exists():
+                os.truncate(path, size)
+            if error.errno not in FULL or attempt == FAULT_TRIES:
+                raise
+            time.sleep(FAULT_PAUSE_SECONDS)
+
+
+def read_faults(path: Path) -> list[dict[str, str]]:
+    """What a worker could not write: `file`, `kind` (disk_full, write, states, bug) and `what`.
+
+    A line that is still being written, or was torn by a kill, is left out.
+    """
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------

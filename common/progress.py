@@ -3,6 +3,7 @@
 RUN_DIR/logs/NAME.progress.json   the latest counts, replaced every few seconds, for `common.status`
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -90,8 +91,10 @@ class Progress:
         }
         # Shards of an extraction may share the file: with one name, one would take the other's away before its rename.
         temporary = self._path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(record), encoding="utf-8")
-        temporary.replace(self._path)  # no fsync: a lost line of progress harms nobody
+        # No fsync, and no error where the disk is full: lost progress harms nobody, and the stage has its own words.
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(record), encoding="utf-8")
+            temporary.replace(self._path)
 
     def __enter__(self) -> Self:
         return self

@@ -288,13 +288,21 @@ class _log_to_file:  # noqa: N801, used as a function
         self._path = run_dir / "logs" / f"{name}.log"
 
     def __enter__(self) -> None:
-        self._handler = logging.FileHandler(self._path, encoding="utf-8")
+        self._handler = _LogFile(self._path, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(self._handler)
 
     def __exit__(self, *_exc: object) -> None:
         logging.getLogger().removeHandler(self._handler)
         self._handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """On a full disk a line is lost; logging's own way is a traceback on the terminal for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class _terminable:  # noqa: N801, used as a function

@@ -176,7 +176,7 @@ def test_new_ledger_lines_are_seen_once(run_dir):
 )
 def test_what_the_worker_could_not_write_stops_the_stage_by_name(run_dir, kind, what, fix):
     seen = watch(run_dir)
-    (run_dir / "hidden_states" / hs.FAULTS_NAME).write_text(
+    (run_dir / "hidden_states" / ".faults.jsonl").write_text(
         json.dumps({"file": "data_3.pt", "kind": kind, "what": what}) + "\n"
     )
     with pytest.raises(PipelineError, match=r"data_3\.pt") as error:
@@ -300,6 +300,31 @@ def test_outputs_are_found_by_key_in_any_order():  # E1
     assert sorted(keys) == [str(i) for i in range(9)]
     assert keys != sorted(keys)
     assert fake.most == 3
+
+
+def test_an_engine_that_dies_is_one_message_that_says_how_to_go_on():
+    from common.engine import EngineRequest
+
+    class Dying(FakeEngine):
+        def step(self):
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            raise EngineDeadError
+
+    with pytest.raises(PipelineError, match="its process ended while requests were running") as error:
+        list(stream_requests(Dying(), [EngineRequest("0", [1], None)], max_in_flight=1))
+    assert "run the same command again, it goes on with what is missing" in str(error.value)
+
+
+def test_a_bug_while_streaming_stays_a_bug():
+    from common.engine import EngineRequest
+
+    class Broken(FakeEngine):
+        def step(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(stream_requests(Broken(), [EngineRequest("0", [1], None)], max_in_flight=1))
 
 
 def test_problems_of_layers_are_gathered():
