@@ -34,7 +34,7 @@ from common.generation import Question
 from common.manifest import Manifest
 from common.samples import DIR_NAME, FILE_NAME, Sample, open_samples, write_samples
 from common.stage import Outcome, Stage, run_stage
-from common.verifier import Verifier, check_special_tokens, load_tokenizer, open_verifier
+from common.verifier import Verifier, check_special_tokens, check_weight_files, load_tokenizer, open_verifier
 
 logger = logging.getLogger("pipeline")
 DROPPED_NAME = "dropped.jsonl"
@@ -76,6 +76,8 @@ def _open(config: Config) -> Inputs:
     verifier = open_verifier(config.verifier)
     tokenizer = load_tokenizer(verifier)
     check_special_tokens(verifier, tokenizer, config.verifier.expected_token_ids)
+    if config.generate.enabled:
+        check_weight_files(verifier, whole=True)
     if not verifier.stop_token_ids:
         what = "neither generation_config.json nor config.json names an eos_token_id"
         raise PipelineError(Problem(str(verifier.path), what, "add it: answers would never end"))

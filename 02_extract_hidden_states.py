@@ -31,7 +31,7 @@ from common.manifest import MANIFEST_NAME, Manifest
 from common.progress import Progress, read_progress
 from common.samples import Samples, open_samples
 from common.stage import Outcome, Stage, run_stage
-from common.verifier import Verifier, VerifierHead, load_head, open_verifier
+from common.verifier import Verifier, VerifierHead, check_weight_files, load_head, open_verifier
 
 logger = logging.getLogger("pipeline")
 # Written but not yet seen in the ledger: bounds the memory of the worker where the disk is slower than the prefill.
@@ -58,6 +58,7 @@ def check(config: Config) -> Inputs:
         samples = open_samples(config.run.dir)
     with problems.collect():
         verifier = open_verifier(config.verifier)
+        check_weight_files(verifier, whole=True)
     with problems.collect():
         engine.check_can_extract()
     problems.raise_if_any()
@@ -88,6 +89,12 @@ def _check_layers(problems: Problems, ids: Sequence[int], verifier: Verifier) ->
         problems.add(where, f"the verifier has {last} layers, found {some(outside)}", f"use ids from 0 to {last - 1}")
     if list(ids) != sorted(set(ids)) or not ids:
         problems.add(where, f"{list(ids)} is not ascending, or has repeats, or is empty", "for example [2, 30, 58]")
+    # Both families choose the states after 2, half and all but 3 of the layers; SGLang and SpecForge name the layer
+    # that gives the state, one lower. Nobody chooses those three otherwise.
+    usual = [2, last // 2, last - 3]
+    if last > 6 and list(ids) == [i - 1 for i in usual]:
+        what = f"{list(ids)} is how SGLang counts; here i is the state after i layers"
+        problems.add(where, what, f"set it to {usual}: every id one higher")
 
 
 def shard_of(config: Config) -> tuple[int, int]:

@@ -46,7 +46,7 @@ from common.samples import Samples, open_samples
 from common.stage import Outcome, Stage, run_stage
 from common.target_check import check_targets, target_problem
 from common.trainer import TrainingResult, start_distributed, stop_distributed, train_draft
-from common.verifier import Verifier, VerifierHead, load_head, load_layer, open_verifier
+from common.verifier import Verifier, VerifierHead, check_weight_files, load_head, load_layer, open_verifier
 from common.vocab_mapping import VocabMapping, open_vocab_mapping
 
 logger = logging.getLogger("pipeline")
@@ -92,6 +92,7 @@ def check(config: Config) -> TrainInputs:
         vocab_manifest, mapping = open_vocab_mapping(config.run.dir)
     with problems.collect():
         verifier = open_verifier(config.verifier)
+        check_weight_files(verifier, whole=False)
     parents = _parents(samples, states, vocab_manifest)
     require_same(problems, parents)
     if verifier:

@@ -41,7 +41,7 @@ from common.samples import Samples, open_samples
 from common.serve_check import Bench, PromptSet, Served, compare, lossless, pace_rows
 from common.simulation import Answer, Simulation, first_answer, judge
 from common.stage import Outcome, Stage, run_stage
-from common.verifier import Verifier, VerifierHead, load_head, load_tokenizer, open_verifier
+from common.verifier import Verifier, VerifierHead, check_weight_files, load_head, load_tokenizer, open_verifier
 from common.vocab_mapping import VocabMapping, open_vocab_mapping
 
 logger = logging.getLogger("pipeline")
@@ -84,6 +84,8 @@ def check(config: Config) -> Inputs:
             with problems.collect():
                 check_source(name)
     inputs = _check_import(config, problems) if config.export.import_dir else _check_training(config, problems)
+    with problems.collect():
+        check_weight_files(inputs.verifier, whole=config.export.serve_check)
     if config.export.serve_check:
         engine.vllm_version()
         if not inputs.sets:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common import manifest as records
+from common import preflight
 from common.config import Config, Invocation, build_parser, default_settings, parse_invocation, print_config
 from common.errors import PipelineError, Problem
 from common.files import TEMPORARY_SUFFIX, format_count, format_duration
@@ -109,8 +110,9 @@ def _run(stage: Stage, argv: Sequence[str]) -> int:
         return status
     out_dir = config.run.dir / stage.output
     identity = _identity(stage, config, inputs)
+    machine = _look_at_the_machine(stage, config, inputs) if not records.is_complete(out_dir) else {}
     if invocation.check:
-        _print_estimate(stage, stage.estimate(config, inputs))
+        _print_estimate(stage, {**stage.estimate(config, inputs), **machine})
         plan_output(stage, out_dir, identity, overwrite=invocation.overwrite)
         return 0
     if not _is_main_process():
@@ -119,6 +121,17 @@ def _run(stage: Stage, argv: Sequence[str]) -> int:
         return 0
     with _only_one(stage, config, out_dir), _log_to_file(config.run.dir, stage.output), _terminable():
         return _run_locked(stage, invocation, inputs, identity, out_dir, argv)
+
+
+def _look_at_the_machine(stage: Stage, config: Config, inputs: Any) -> Mapping[str, str]:
+    """Warns of what works badly here. Raises: PipelineError for what can't work."""
+    verifier = getattr(inputs, "verifier", None)
+    if verifier is None or not _is_main_process():
+        return {}
+    warnings, rows = preflight.check_host(stage.script, config, verifier)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return rows
 
 
 def _run_locked(

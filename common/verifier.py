@@ -19,7 +19,7 @@ from torch import Tensor
 from common.config import VerifierSection
 from common.embedded import embedded_verifier, is_embedded
 from common.errors import PipelineError, Problem, Problems, some
-from common.files import read_json, sha256_file, sha256_json
+from common.files import format_bytes, read_json, sha256_file, sha256_json
 
 CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -295,6 +295,48 @@ def load_layer(verifier: Verifier, layer: int) -> dict[str, Tensor]:
     return {name: _read_tensor(verifier.path / files[full], full) for name, full in of_layer.items()}
 
 
+def check_weight_files(verifier: Verifier, *, whole: bool) -> None:
+    """Looks whether the weight files are there and as long as their headers say; reads nothing but headers.
+
+    whole: every shard, which an engine will load; else those of embeddings, head and norm alone.
+
+    Raises: PipelineError naming the files that are absent, cut short or no safetensors.
+    """
+    files = _tensor_files(verifier.path)
+    suffixes = (EMBED_SUFFIX, HEAD_SUFFIX, NORM_SUFFIX)
+    needed = {name for name in files if name.endswith(suffixes) and not name.startswith(VISION_PREFIXES)}
+    names = {file for name, file in files.items() if whole or name in needed}
+    problems = Problems()
+    for name in sorted(names):
+        if fault := _file_fault(verifier.path / name):
+            problems.add(str(verifier.path / name), fault, "fetch that file again")
+    problems.raise_if_any()
+
+
+def weight_bytes(verifier: Verifier) -> int:
+    """Bytes of all weight files, as they lie on the disk."""
+    names = set(_tensor_files(verifier.path).values())
+    return sum((verifier.path / name).stat().st_size for name in names)
+
+
+def _file_fault(path: Path) -> str | None:
+    """A safetensors file is 8 bytes of header length, the header, and tensors up to the largest offset in it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length < size else None
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        return f"is not a safetensors file ({format_bytes(size)})"
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + length + max(ends, default=0)
+    return None if size == expected else f"has {size:,} bytes, its header says {expected:,}"
+
+
 def _tensor_files(path: Path) -> dict[str, str]:
     """Tensor name to file name, by the index or by the header of the only file."""
     index = path / INDEX_FILE
@@ -304,6 +346,8 @@ def _tensor_files(path: Path) -> dict[str, str]:
     if not single.is_file():
         what = f"has neither {INDEX_FILE} nor {WEIGHTS_FILE}"
         raise PipelineError(Problem(str(path), what, "fetch the verifier's weights in safetensors form"))
+    if fault := _file_fault(single):
+        raise PipelineError(Problem(str(single), fault, "fetch that file again"))
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), WEIGHTS_FILE)
 

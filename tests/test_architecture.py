@@ -70,8 +70,11 @@ def commands_in(text: str):
                 yield line.split(" #")[0].strip()
 
 
-@pytest.mark.parametrize("command", sorted(set(commands_in((ROOT / "README.md").read_text()))))
-def test_every_command_of_the_readme_is_one_that_exists(command):
+WRITTEN = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("command", sorted({c for path in WRITTEN for c in commands_in(path.read_text())}))
+def test_every_command_of_readme_and_docs_is_one_that_exists(command):
     words = shlex.split(command)
     if words[0] == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))

@@ -234,17 +234,10 @@ def test_the_prefix_of_a_users_text_ends_where_the_text_begins(encoder):
 plain_text = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="<|>"), min_size=1, max_size=40)
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(plain_text.filter(lambda t: t.strip()), min_size=2, max_size=6))
 def test_what_is_supervised_is_what_the_assistant_wrote(encoder, texts):
-    texts = [encoder.decode(encoder.encode(text)) for text in texts]  # SmolLM2's BPE lacks some bytes, and drops them
-    texts = [text if text.strip() else "x" for text in texts]
-    assume(all(encoder.decode(encoder.encode(text)) == text for text in texts))
+    assume(all(encoder.decode(encoder.encode(text)) == text for text in texts))  # SmolLM2's BPE lacks some bytes
     messages = chat(*texts[: len(texts) // 2 * 2])
     encoded = encoder.encode_conversation(messages, None, "auto")
     found = [text for e in encoded for text in masked_texts(encoder, e)]
