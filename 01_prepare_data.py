@@ -1,8 +1,8 @@
 """Stage 1: conversations, or prompts that the verifier answers, as token ids with an exact assistant mask.
 
 reads   prepare.sources (JSONL, JSON, Parquet, a datasets directory, embedded:NAME), the verifier's tokenizer; with
-        generate.enabled the verifier itself, in vLLM
-writes  samples/samples.parquet, dropped.jsonl, answers.jsonl, prompts.jsonl, manifest.json
+        generate.enabled the verifier itself, in vLLM, or a server that serves it
+writes  samples/samples.parquet, dropped.jsonl, answers.jsonl, prompts.jsonl, failed.jsonl, manifest.json
 run     python 01_prepare_data.py --config configs/X.yaml          (--preview 3 shows samples in colour)
 takes   SmolLM2-135M on two cores: about 700 answer tokens/s; without generation seconds
 
@@ -24,14 +24,14 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from common import cleaning, corpus, engine, generation
+from common import cleaning, corpus, endpoint, engine, generation
 from common.chat import ChatEncoder, Encoded, UnusableError, cut
 from common.config import Config, Invocation, SourceSection
 from common.corpus import Conversation
 from common.errors import PipelineError, Problem, Problems
 from common.files import format_count, free_bytes, replacing
 from common.generation import Question
-from common.manifest import Manifest
+from common.manifest import Manifest, is_complete
 from common.samples import DIR_NAME, FILE_NAME, Sample, open_samples, write_samples
 from common.stage import Outcome, Stage, run_stage
 from common.verifier import Verifier, check_special_tokens, check_weight_files, load_tokenizer, open_verifier
@@ -63,13 +63,21 @@ def check(config: Config) -> Inputs:
         problems.add("prepare.sources", "is empty, and no prompts are to be written", "name a source: [{path: FILE}]")
     if not config.generate.enabled and config.generate.magpie_prompts:
         problems.add("generate.magpie_prompts", "would be ignored without generate.enabled", "set it to 0")
-    if config.generate.endpoint:
-        what = "is not supported by this version, answers come from vLLM in this process"
-        problems.add("generate.endpoint", what, "leave it unset")
+    with problems.collect():
+        _check_endpoint(config)
     with problems.collect():
         opened = _open(config)
     problems.raise_if_any()
     return opened
+
+
+def _check_endpoint(config: Config) -> None:
+    """Raises: PipelineError when the server is to be asked and can't be reached; a complete stage asks nobody."""
+    if config.generate.endpoint and config.generate.enabled and not is_complete(config.run.dir / DIR_NAME):
+        endpoint.check_endpoint(generation.endpoint_of(config.generate))
+    elif config.generate.endpoint and not config.generate.enabled:
+        fix = "unset it, or set generate.enabled: true"
+        raise PipelineError(Problem("generate.endpoint", "would be ignored without generate.enabled", fix))
 
 
 def _open(config: Config) -> Inputs:
@@ -217,7 +225,10 @@ def _answered(config: Config, inputs: Inputs, out_dir: Path, dropped: Dropped) -
     questions = _ask_all(config, inputs, out_dir, dropped)
     answers = generation.read_answers(out_dir)
     for question in questions:
-        answer = answers[question.key]
+        answer = answers.get(question.key)
+        if answer is None:  # at most generate.max_failed
+            dropped.add("no answer from the server", question.conversation_id, question.source)
+            continue
         if answer.finish_reason == "length":
             if not config.generate.keep_cut_answers:
                 dropped.add("an answer cut by the length limit", question.conversation_id, question.source)
@@ -233,31 +244,22 @@ def _answered(config: Config, inputs: Inputs, out_dir: Path, dropped: Dropped) -
 
 def _ask_all(config: Config, inputs: Inputs, out_dir: Path, dropped: Dropped) -> list[Question]:
     """Lets the verifier write prompts and answer all; the engine starts only when something is missing."""
+    settings, stop_ids, seed = config.generate, inputs.verifier.stop_token_ids, config.run.seed
     own = _Engine(config, inputs)
+    if settings.endpoint:
+        answer = generation.by_server(settings, stop_ids, inputs.encoder.encode)
+    else:
+        answer = generation.by_engine(own.llm, stop_ids, settings.max_num_seqs)
     try:
-        texts = _own_prompts(config, inputs, out_dir, own) if config.generate.magpie_prompts else []
+        texts = []
+        if settings.magpie_prompts:
+            prefix = inputs.encoder.user_prefix_ids()
+            texts = generation.write_prompts(answer, inputs.tokenizer, prefix, out_dir, settings, run_seed=seed)
         questions = list(_questions(config, inputs, texts, dropped))
-        answered = generation.read_answers(out_dir)
-        if any(question.key not in answered for question in questions):
-            stop_ids, seed = inputs.verifier.stop_token_ids, config.run.seed
-            generation.answer_questions(
-                own.llm(), questions, out_dir, config.generate, stop_ids=stop_ids, run_seed=seed
-            )
+        generation.answer_questions(answer, questions, out_dir, settings, run_seed=seed)
         return questions
     finally:
         own.stop()
-
-
-def _own_prompts(config: Config, inputs: Inputs, out_dir: Path, own: "_Engine") -> list[str]:
-    return generation.write_prompts(
-        own.llm,
-        inputs.tokenizer,
-        inputs.encoder.user_prefix_ids(),
-        out_dir,
-        config.generate,
-        stop_ids=inputs.verifier.stop_token_ids,
-        run_seed=config.run.seed,
-    )
 
 
 def _questions(config: Config, inputs: Inputs, texts: Sequence[str], dropped: Dropped) -> Iterator[Question]:
@@ -346,7 +348,7 @@ STAGE = Stage(
     check=check,
     estimate=estimate,
     run=run,
-    owns=(FILE_NAME, DROPPED_NAME, generation.ANSWERS_NAME, generation.PROMPTS_NAME),
+    owns=(FILE_NAME, DROPPED_NAME, generation.ANSWERS_NAME, generation.PROMPTS_NAME, generation.FAILED_NAME),
     next_script="02_extract_hidden_states",
     add_flags=add_flags,
     instead=preview,

@@ -121,10 +121,28 @@ class GenerateSection(Section):
     enabled: bool = Field(True, description="let the verifier answer the prompts; false: take the answers in the data")
     endpoint: str | None = Field(
         None,
-        description="URL of a running OpenAI-compatible server; unset: vLLM in this process",
+        description="URL of a running OpenAI-compatible server, ending in /v1 (its key is taken from OPENAI_API_KEY); "
+        "unset: vLLM in this process",
+        json_schema_extra=NO_EFFECT,
+    )
+    endpoint_model: str | None = Field(
+        None, description="the verifier's name at the server; unset: the first it serves", json_schema_extra=NO_EFFECT
+    )
+    endpoint_retries: int = Field(
+        8, ge=0, description="times a failed request is sent again, with back-off", json_schema_extra=NO_EFFECT
+    )
+    endpoint_timeout_seconds: float = Field(
+        600.0, gt=0, description="an answer that takes longer is asked for again", json_schema_extra=NO_EFFECT
+    )
+    max_failed: int = Field(
+        0,
+        ge=0,
+        description="answers that may fail and be left out; with more the stage stops, and a rerun asks for them again",
         json_schema_extra=NO_EFFECT,
     )
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens that make up this share")
+    top_k: int = Field(0, ge=0, description="sample from this many likeliest tokens; 0: from all")
     max_tokens: int = Field(2048, ge=1, description="tokens of one answer")
     magpie_prompts: int = Field(
         0, ge=0, description="prompts that the verifier writes itself (Magpie, Xu et al. 2024), besides the sources"

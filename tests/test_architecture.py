@@ -17,7 +17,7 @@ LAYERS = [
     {"files"},
     {"config", "manifest", "progress"},
     {"samples", "hidden_states", "vocab_mapping", "checkpoints", "embedded"},
-    {"verifier", "corpus", "cleaning", "acceptance", "ttt_rows", "training_log", "head_loss", "engine"},
+    {"verifier", "corpus", "cleaning", "acceptance", "ttt_rows", "training_log", "head_loss", "engine", "endpoint"},
     {"chat", "connector", "draft", "generation", "serve_check", "export", "target_check"},
     {"packing", "simulation", "draft_import", "model_card"},
     {"trainer"},
